@@ -1,0 +1,64 @@
+#include "bind/bind.hpp"
+#include "build_config.hpp"
+#include "engine/backend.hpp"
+#include "engine/log.hpp"
+
+namespace llamatap::bind {
+
+void register_backend(py::module_& module) {
+  module.def(
+      "load_backends",
+      [](const std::string& folder) {
+        // Loading a GPU back end can take a second; it touches no Python object.
+        const py::gil_scoped_release release;
+        load_backends(folder);
+      },
+      py::arg("folder"), "Load the engine's back ends from a folder, once for the process.");
+
+  module.def(
+      "devices",
+      [] {
+        py::list result;
+        for (const auto& device : devices()) {
+          py::dict item;
+          item["name"] = device.name;
+          item["description"] = device.description;
+          item["kind"] = device.kind;
+          item["memory_total"] = device.memory_total;
+          result.append(item);
+        }
+        return result;
+      },
+      "The devices that the loaded back ends offer.");
+
+  module.def("cpu_features", &cpu_features, "What the CPU back end was compiled for: (feature, value) pairs.");
+
+  module.def(
+      "build_info",
+      [] {
+        py::dict info;
+        info["version"] = LLAMATAP_VERSION;
+        info["engine_commit"] = LLAMATAP_ENGINE_COMMIT;
+        info["compiler"] = LLAMATAP_COMPILER;
+        info["build_type"] = LLAMATAP_BUILD_TYPE;
+        info["sanitize"] = LLAMATAP_SANITIZE;
+        info["portable"] = LLAMATAP_PORTABLE;
+        info["openmp"] = LLAMATAP_OPENMP;
+        return info;
+      },
+      "What this build was made of.");
+
+  module.def(
+      "drain_log",
+      [] {
+        std::vector<std::pair<int, std::string>> lines;
+        for (auto& line : drain_log()) {
+          // Python's logging levels: 10 debug, 20 info, 30 warning, 40 error.
+          lines.emplace_back(10 * (static_cast<int>(line.level) + 1), std::move(line.text));
+        }
+        return lines;
+      },
+      "The engine's log lines since the last call: (logging level, text), oldest first.");
+}
+
+}  // namespace llamatap::bind

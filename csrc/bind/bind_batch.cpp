@@ -1,0 +1,80 @@
+#include "bind/bind.hpp"
+#include "engine/batch.hpp"
+#include "engine/error.hpp"
+
+namespace llamatap::bind {
+
+namespace {
+
+using Sequences = std::variant<int32_t, std::vector<int32_t>>;
+
+std::vector<int32_t> as_list(const Sequences& sequences) {
+  if (const auto* one = std::get_if<int32_t>(&sequences)) return {*one};
+  return std::get<std::vector<int32_t>>(sequences);
+}
+
+}  // namespace
+
+void register_batch(py::module_& module) {
+  py::class_<Batch>(module, "Batch",
+                    R"(What one decode is given: entries of (token, position, sequence, output flag).
+
+Rows of states and logits are numbered as the entries are, whatever order the engine computes them in.
+A batch holds token ids, or, when made with ``n_embd``, embeddings in their place.)")
+      .def(py::init<int32_t>(), py::arg("n_embd") = 0,
+           "An empty batch; of embeddings of that width when ``n_embd`` is not 0.")
+      .def(
+          "add",
+          [](Batch& batch, int32_t token, int32_t pos, const Sequences& seq, bool output) {
+            batch.add(token, pos, as_list(seq), output);
+          },
+          py::arg("token"), py::arg("pos"), py::arg("seq") = 0, py::arg("output") = false,
+          R"(Append a token.
+
+:param pos: its position in the sequence, from 0.
+:param seq: the sequence that it belongs to, or a list of several.
+:param output: whether logits are wanted for it.
+:raises InvalidInputError: the batch holds embeddings.)")
+      .def(
+          "add_embedding",
+          [](Batch& batch, const py::array_t<float, py::array::c_style>& values, int32_t pos,
+             const Sequences& seq, bool output) {
+            if (values.ndim() != 1 || values.size() != batch.n_embd()) {
+              throw InvalidInput("expected a vector of " + std::to_string(batch.n_embd()) +
+                                 " float32 values, found " + std::to_string(values.size()) + " in " +
+                                 std::to_string(values.ndim()) + " dimensions");
+            }
+            batch.add_embedding(values.data(), pos, as_list(seq), output);
+          },
+          py::arg("values").noconvert(), py::arg("pos"), py::arg("seq") = 0, py::arg("output") = false,
+          R"(Append an embedding in place of a token.
+
+:param values: float32[n_embd], C-contiguous; copied.
+:raises InvalidInputError: another width, or the batch holds tokens.)")
+      .def_static(
+          "of",
+          [](const std::vector<int32_t>& tokens, int32_t seq, int32_t pos0) {
+            Batch batch;
+            for (size_t i = 0; i < tokens.size(); ++i) {
+              batch.add(tokens[i], pos0 + static_cast<int32_t>(i), {seq}, i + 1 == tokens.size());
+            }
+            return batch;
+          },
+          py::arg("tokens"), py::arg("seq") = 0, py::arg("pos0") = 0,
+          R"(A batch of consecutive tokens of one sequence; the last one is an output.
+
+:param tokens: token ids.
+:param pos0: the position of the first one.)")
+      .def("clear", &Batch::clear, "Remove all entries.")
+      .def("__len__", &Batch::size)
+      .def_property_readonly("n_embd", &Batch::n_embd, "Width of embedding entries; 0 for tokens.")
+      .def_property_readonly(
+          "tokens", [](const Batch& batch) { return to_array(batch.tokens()); },
+          "int32[n]: the token ids; empty for embeddings.")
+      .def_property_readonly(
+          "positions", [](const Batch& batch) { return to_array(batch.positions()); }, "int32[n].")
+      .def_property_readonly("sequences", &Batch::sequences, "The sequences of each entry.")
+      .def_property_readonly("outputs", &Batch::outputs, "The output flag of each entry.");
+}
+
+}  // namespace llamatap::bind

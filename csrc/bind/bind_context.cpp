@@ -1,0 +1,123 @@
+#include "bind/bind.hpp"
+#include "capture/extract.hpp"
+#include "capture/tap.hpp"
+#include "engine/context.hpp"
+#include "engine/error.hpp"
+
+namespace llamatap::bind {
+
+namespace {
+
+using Bytes = py::array_t<uint8_t, py::array::c_style>;
+using ConstMap = std::shared_ptr<LayerMap>;
+
+/// (tokens, begin, end, pooling, out as bytes)
+using Job = std::tuple<Ints, int32_t, int32_t, std::string, Bytes>;
+
+void run_extract(Context& context, const ConstMap& map, const std::vector<int32_t>& slots,
+                 const std::string& dtype_name, const std::vector<Job>& given) {
+  const DType dtype = parse_dtype(dtype_name);
+  std::vector<ExtractJob> jobs;
+  for (const auto& [tokens, begin, end, pooling, out] : given) {
+    ExtractJob job{to_vector(tokens), begin, end, parse_pooling(pooling), nullptr};
+    const auto rows = job.pooling == Pooling::none ? static_cast<size_t>(end - begin) : 1U;
+    const size_t bytes = rows * slots.size() * static_cast<size_t>(map->n_embd()) * item_size(dtype);
+    if (static_cast<size_t>(out.nbytes()) != bytes) {
+      throw InvalidInput("out must hold " + std::to_string(bytes) + " bytes, not " + std::to_string(out.nbytes()));
+    }
+    // mutable_data() refuses a read-only array.
+    job.out = reinterpret_cast<std::byte*>(const_cast<Bytes&>(out).mutable_data());
+    jobs.push_back(std::move(job));
+  }
+  // `given` holds the arrays until this returns; no Python object is touched in between.
+  const py::gil_scoped_release release;
+  extract(context, map, slots, dtype, jobs, signal_poll());
+}
+
+py::tuple run_tapped(Context& context, const ConstMap& map, const std::vector<int32_t>& slots,
+                     const std::string& dtype_name, bool outputs_only, const Batch& batch) {
+  const TapPlan plan{slots, parse_dtype(dtype_name), outputs_only};
+  Tapped tapped;
+  {
+    // A copy of the batch: another thread may change it while the engine computes.
+    const Batch copy = batch;
+    const py::gil_scoped_release release;
+    tapped = decode_tapped(context, map, plan, copy, signal_poll());
+  }
+  const std::vector<py::ssize_t> shape{static_cast<py::ssize_t>(tapped.rows.size()),
+                                       static_cast<py::ssize_t>(slots.size()), map->n_embd()};
+  return py::make_tuple(view_of(tapped.block, shape, plan.dtype, false), to_array(tapped.rows));
+}
+
+}  // namespace
+
+void register_context(py::module_& module) {
+  py::class_<Context>(module, "Context", "A model with memory.")
+      .def(py::init([](const std::shared_ptr<Model>& model, uint32_t n_ctx, uint32_t n_batch, uint32_t n_ubatch,
+                       uint32_t n_seq_max, uint32_t n_rs_seq, uint32_t n_outputs_max, int32_t n_threads,
+                       const std::string& type_k, const std::string& type_v, int32_t flash_attention,
+                       bool kv_unified, bool swa_full) {
+             const ContextOptions options{n_ctx,  n_batch, n_ubatch,        n_seq_max,  n_rs_seq, n_outputs_max,
+                                          n_threads, type_k,  type_v, flash_attention, kv_unified, swa_full};
+             const py::gil_scoped_release release;
+             return std::make_unique<Context>(model, options);
+           }),
+           py::arg("model"), py::kw_only(), py::arg("n_ctx"), py::arg("n_batch"), py::arg("n_ubatch"),
+           py::arg("n_seq_max"), py::arg("n_rs_seq"), py::arg("n_outputs_max"), py::arg("n_threads"),
+           py::arg("type_k"), py::arg("type_v"), py::arg("flash_attention"), py::arg("kv_unified"),
+           py::arg("swa_full"))
+      .def_property_readonly("n_ctx", &Context::n_ctx)
+      .def_property_readonly("n_batch", &Context::n_batch)
+      .def_property_readonly("n_ubatch", &Context::n_ubatch)
+      .def_property_readonly("flash_attention", &Context::flash_attention)
+      .def_property_readonly("has_memory", &Context::has_memory)
+      .def_property_readonly("causal", &Context::causal)
+      .def(
+          "decode",
+          [](Context& context, const Batch& batch) {
+            // A copy of the batch: another thread may change it while the engine computes.
+            const Batch copy = batch;
+            const py::gil_scoped_release release;
+            context.decode(copy, nullptr, false, signal_poll());
+          },
+          py::arg("batch"))
+      .def("decode_tapped", &run_tapped, py::arg("map"), py::arg("slots"), py::arg("dtype"),
+           py::arg("outputs_only"), py::arg("batch"),
+           "Decode and capture: (array [rows, n_slots, n_embd], int32 rows of the batch).")
+      .def("extract", &run_extract, py::arg("map"), py::arg("slots"), py::arg("dtype"), py::arg("jobs"),
+           "Capture without logits: jobs are (tokens, begin, end, pooling, out as bytes), a sequence each.")
+      .def(
+          "logits",
+          [](const Context& context, int32_t row) {
+            return py::array_t<float>(context.model()->vocab().size(), context.logits(row));
+          },
+          py::arg("row"))
+      .def("memory_clear", &Context::memory_clear)
+      .def("memory_remove", &Context::memory_remove, py::arg("seq"), py::arg("p0"), py::arg("p1"))
+      .def("memory_copy", &Context::memory_copy, py::arg("source"), py::arg("target"), py::arg("p0"), py::arg("p1"))
+      .def("memory_keep", &Context::memory_keep, py::arg("seq"))
+      .def("memory_shift", &Context::memory_shift, py::arg("seq"), py::arg("p0"), py::arg("p1"), py::arg("delta"))
+      .def("memory_first", &Context::memory_first, py::arg("seq"))
+      .def("memory_last", &Context::memory_last, py::arg("seq"))
+      .def("memory_empty", &Context::memory_empty)
+      .def(
+          "save",
+          [](const Context& context, int32_t seq) {
+            std::string state;
+            {
+              const py::gil_scoped_release release;
+              state = context.save(seq);
+            }
+            return py::bytes(state);
+          },
+          py::arg("seq"))
+      .def(
+          "restore",
+          [](Context& context, int32_t seq, const std::string& state) {
+            const py::gil_scoped_release release;
+            context.restore(seq, state);
+          },
+          py::arg("seq"), py::arg("state"));
+}
+
+}  // namespace llamatap::bind

@@ -1,0 +1,20 @@
+#include "bind/bind.hpp"
+#include "engine/error.hpp"
+
+namespace llamatap::bind {
+
+void register_errors(py::module_&) {
+  py::register_exception_translator([](std::exception_ptr pending) {
+    try {
+      if (pending) std::rethrow_exception(pending);
+    } catch (const Error& error) {
+      // The classes are Python, where people read them; each C++ error knows its own.
+      const auto errors = py::module_::import("llamatap.errors");
+      py::set_error(errors.attr(error.python_name()), error.what());
+    } catch (const Interrupted&) {
+      py::set_error(PyExc_KeyboardInterrupt, "interrupted");
+    }
+  });
+}
+
+}  // namespace llamatap::bind

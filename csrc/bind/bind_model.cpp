@@ -1,0 +1,99 @@
+#include "bind/bind.hpp"
+#include "engine/model.hpp"
+
+namespace llamatap::bind {
+
+void register_model(py::module_& module) {
+  module.def(
+      "read_metadata",
+      [](const std::string& path) {
+        const py::gil_scoped_release release;
+        return read_metadata(path);
+      },
+      py::arg("path"), "The metadata of a GGUF file, without arrays of more than 1,024 elements.");
+
+  py::class_<Model, std::shared_ptr<Model>>(module, "Model", "A loaded model.")
+      .def_static(
+          "load",
+          [](const std::string& path, int32_t n_gpu_layers, bool use_mmap, bool load_mtp, bool vocab_only,
+             const py::object& progress) {
+            const ModelOptions options{n_gpu_layers, use_mmap, load_mtp, vocab_only};
+            const std::function<bool(float)> report = [&progress](float fraction) {
+              const py::gil_scoped_acquire gil;
+              if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+              if (!progress.is_none()) progress(fraction);
+              return false;
+            };
+            // All arguments are converted; `progress` is only touched with the GIL taken back.
+            const py::gil_scoped_release release;
+            return Model::load(path, options, report);
+          },
+          py::arg("path"), py::kw_only(), py::arg("n_gpu_layers"), py::arg("use_mmap"), py::arg("load_mtp"),
+          py::arg("vocab_only"), py::arg("progress"),
+          "Load a GGUF file. `progress(fraction)` is called about every 50 ms.")
+      .def_property_readonly("metadata", &Model::metadata)
+      .def_property_readonly("arch", &Model::arch)
+      .def_property_readonly("description", &Model::description)
+      .def_property_readonly("file_type", &Model::file_type)
+      .def_property_readonly("n_layer", &Model::n_layer)
+      .def_property_readonly("n_embd", &Model::n_embd)
+      .def_property_readonly("n_embd_input", &Model::n_embd_input)
+      .def_property_readonly("n_ctx_train", &Model::n_ctx_train)
+      .def_property_readonly("n_params", &Model::n_params)
+      .def_property_readonly("size_bytes", &Model::size_bytes)
+      .def_property_readonly("is_recurrent", &Model::is_recurrent)
+      .def_property_readonly("is_hybrid", &Model::is_hybrid)
+      .def_property_readonly("device_names", &Model::device_names)
+      .def_property_readonly("n_vocab", [](const Model& model) { return model.vocab().size(); })
+      .def_property_readonly("adds_bos", [](const Model& model) { return model.vocab().adds_bos(); })
+      .def_property_readonly("adds_eos", [](const Model& model) { return model.vocab().adds_eos(); })
+      .def_property_readonly("bos", [](const Model& model) { return model.vocab().bos(); })
+      .def_property_readonly("eos", [](const Model& model) { return model.vocab().eos(); })
+      .def_property_readonly("eot", [](const Model& model) { return model.vocab().eot(); })
+      .def("chat_template", &Model::chat_template, py::arg("name") = py::none())
+      .def(
+          "tokenize",
+          [](const Model& model, const std::string& text, bool add_special, bool parse_special) {
+            std::vector<int32_t> tokens;
+            {
+              const py::gil_scoped_release release;
+              tokens = model.vocab().tokenize(text, add_special, parse_special);
+            }
+            return to_array(tokens);
+          },
+          py::arg("text"), py::arg("add_special"), py::arg("parse_special"))
+      .def(
+          "detokenize",
+          [](const Model& model, const Ints& tokens, bool remove_special, bool unparse_special) {
+            return py::bytes(model.vocab().detokenize(to_vector(tokens), remove_special, unparse_special));
+          },
+          py::arg("tokens").noconvert(), py::arg("remove_special"), py::arg("unparse_special"))
+      .def(
+          "piece",
+          [](const Model& model, int32_t token, bool special) {
+            return py::bytes(model.vocab().piece(token, special));
+          },
+          py::arg("token"), py::arg("special"))
+      .def(
+          "token_text",
+          [](const Model& model, int32_t token) { return py::bytes(model.vocab().text(token)); },
+          py::arg("token"))
+      .def(
+          "is_end_of_generation",
+          [](const Model& model, int32_t token) { return model.vocab().is_end_of_generation(token); },
+          py::arg("token"))
+      .def(
+          "is_control", [](const Model& model, int32_t token) { return model.vocab().is_control(token); },
+          py::arg("token"))
+      .def(
+          "token_embeddings",
+          [](const Model& model, const Ints& tokens) {
+            const auto values = model.token_embeddings(to_vector(tokens));
+            const py::ssize_t rows = tokens.size();
+            const py::ssize_t width = rows == 0 ? model.n_embd() : static_cast<py::ssize_t>(values.size()) / rows;
+            return py::array_t<float>({rows, width}, values.data());
+          },
+          py::arg("tokens").noconvert());
+}
+
+}  // namespace llamatap::bind

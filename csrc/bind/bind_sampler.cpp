@@ -1,0 +1,37 @@
+#include "bind/bind.hpp"
+#include "engine/context.hpp"
+#include "engine/error.hpp"
+#include "engine/sampler.hpp"
+
+namespace llamatap::bind {
+
+void register_sampler(py::module_& module) {
+  py::class_<Sampler>(module, "Sampler", "The engine's sampler chain.")
+      .def(py::init([](const std::shared_ptr<Model>& model, float temperature, int32_t top_k, float top_p,
+                       float min_p, float repeat_penalty, float frequency_penalty, float presence_penalty,
+                       int32_t penalty_last_n, uint32_t seed) {
+             return std::make_unique<Sampler>(
+                 model, SamplerOptions{temperature, top_k, top_p, min_p, repeat_penalty, frequency_penalty,
+                                       presence_penalty, penalty_last_n, seed});
+           }),
+           py::arg("model"), py::kw_only(), py::arg("temperature"), py::arg("top_k"), py::arg("top_p"),
+           py::arg("min_p"), py::arg("repeat_penalty"), py::arg("frequency_penalty"), py::arg("presence_penalty"),
+           py::arg("penalty_last_n"), py::arg("seed"))
+      .def(
+          "sample",
+          [](Sampler& sampler, const Context& context, int32_t row) {
+            return sampler.sample(context.logits(row), context.model()->vocab().size());
+          },
+          py::arg("context"), py::arg("row"))
+      .def(
+          "sample_logits",
+          [](Sampler& sampler, const py::array_t<float, py::array::c_style>& logits) {
+            if (logits.ndim() != 1) throw InvalidInput("logits must be a vector");
+            return sampler.sample(logits.data(), static_cast<int32_t>(logits.size()));
+          },
+          py::arg("logits").noconvert())
+      .def("accept", &Sampler::accept, py::arg("token"))
+      .def("reset", &Sampler::reset);
+}
+
+}  // namespace llamatap::bind

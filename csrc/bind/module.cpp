@@ -1,0 +1,15 @@
+#include "bind/bind.hpp"
+#include "engine/log.hpp"
+
+PYBIND11_MODULE(_core, module) {
+  using namespace llamatap::bind;
+  module.doc() = "llamatap's native core. Private: use the llamatap package.";
+  llamatap::install_log_sink();
+  register_errors(module);
+  register_backend(module);
+  register_model(module);
+  register_batch(module);
+  register_capture(module);
+  register_context(module);
+  register_sampler(module);
+}

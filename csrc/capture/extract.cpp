@@ -1,0 +1,62 @@
+#include "capture/extract.hpp"
+
+#include "engine/error.hpp"
+
+namespace llamatap {
+
+void extract(Context& context, const std::shared_ptr<const LayerMap>& map, const std::vector<int32_t>& slots,
+             DType dtype, const std::vector<ExtractJob>& jobs, const Poll& poll) {
+  if (!context.memory_empty()) {
+    throw InvalidInput("the context holds tokens; extraction needs an empty one (memory.clear() empties it)");
+  }
+  const size_t row_bytes = slots.size() * static_cast<size_t>(map->n_embd()) * item_size(dtype);
+  const bool past_only = context.causal() && context.has_memory();
+
+  Batch batch;
+  std::vector<RowTarget> targets;
+  std::vector<std::unique_ptr<Pool>> pools;
+  for (size_t seq = 0; seq < jobs.size(); ++seq) {
+    const auto& job = jobs[seq];
+    const auto length = static_cast<int32_t>(job.tokens.size());
+    if (job.begin < 0 || job.begin >= job.end || job.end > length) {
+      throw InvalidInput("window [" + std::to_string(job.begin) + ", " + std::to_string(job.end) +
+                         ") is not inside of a prompt of " + std::to_string(length) + " tokens");
+    }
+    // The last row alone is a window, which leaves the last block of the other rows uncomputed.
+    const int32_t begin = job.pooling == Pooling::last ? job.end - 1 : job.begin;
+    Pool* pool = nullptr;
+    if (job.pooling != Pooling::none) {
+      pools.push_back(
+          std::make_unique<Pool>(job.pooling, slots.size() * static_cast<size_t>(map->n_embd())));
+      pool = pools.back().get();
+    }
+    // With causal attention, what comes after the window cannot change it.
+    const int32_t computed = past_only ? job.end : length;
+    for (int32_t position = 0; position < computed; ++position) {
+      batch.add(job.tokens[position], position, {static_cast<int32_t>(seq)}, false);
+      RowTarget target;
+      if (position >= begin && position < job.end) {
+        target.pool = pool;
+        if (pool == nullptr) target.row = job.out + static_cast<size_t>(position - job.begin) * row_bytes;
+      }
+      targets.push_back(target);
+    }
+  }
+
+  struct Clear {
+    Context& context;
+    ~Clear() { context.memory_clear(); }
+  };
+  {
+    Recorder recorder(map, slots, dtype, std::move(targets));
+    const Clear clear{context};
+    context.decode(batch, &recorder, /*memory_is_scratch=*/true, poll);
+  }
+  size_t next = 0;
+  for (const auto& job : jobs) {
+    if (job.pooling == Pooling::none) continue;
+    pools[next++]->write(static_cast<size_t>(job.end - job.begin), dtype, job.out);
+  }
+}
+
+}  // namespace llamatap

@@ -1,0 +1,71 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/context.hpp"
+#include "engine/model.hpp"
+
+struct ggml_tensor;
+
+namespace llamatap {
+
+/// How a node of the engine's graphs is recognised. Names alone are not unique in every architecture.
+struct NodeSignature {
+  std::string name;
+  int32_t op = 0;
+  std::string source0;
+  std::string source1;
+
+  static NodeSignature of(const ggml_tensor& node);
+  bool matches(const ggml_tensor& node) const;
+};
+
+struct LayerSource {
+  NodeSignature node;
+  /// Whether the node has rows for the outputs of a batch only: the engine crops the last block.
+  bool cropped = false;
+};
+
+/// Finds the residual stream in a graph by what reads it, not by its name: the input of block i is what
+/// the first node that uses a weight of block i reads, before norms without weights and reshapes.
+/// H_n is found the same way from the output norm. Nodes are shown in the order of computation.
+class StreamFinder {
+ public:
+  StreamFinder(int32_t n_layer, int64_t n_embd);
+
+  void reset();
+  void see(const ggml_tensor* node);
+
+  /// H_0..H_n, then norm(H_n); null where not found.
+  const std::vector<const ggml_tensor*>& found() const { return found_; }
+
+ private:
+  const ggml_tensor* trace(const ggml_tensor* node) const;
+
+  int64_t n_embd_;
+  std::vector<const ggml_tensor*> found_;
+};
+
+/// Which node of the graph gives each slot of a model: slot i in 0..n is H_i, slot n+1 is norm(H_n).
+class LayerMap {
+ public:
+  /// Builds a small graph of the model and finds the residual stream in it. Throws Unsupported when
+  /// a model has none, e.g. when it carries several streams.
+  static std::shared_ptr<const LayerMap> resolve(const std::shared_ptr<Model>& model);
+
+  int32_t n_layer() const { return static_cast<int32_t>(sources_.size()) - 2; }
+  int32_t n_embd() const { return n_embd_; }
+  int32_t norm_slot() const { return n_layer() + 1; }
+  const std::vector<LayerSource>& sources() const { return sources_; }
+
+ private:
+  LayerMap(std::vector<LayerSource> sources, int32_t n_embd) : sources_(std::move(sources)), n_embd_(n_embd) {}
+
+  std::vector<LayerSource> sources_;
+  int32_t n_embd_;
+};
+
+}  // namespace llamatap

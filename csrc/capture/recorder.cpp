@@ -1,0 +1,184 @@
+#include "capture/recorder.hpp"
+
+#include <ggml-backend.h>
+#include <ggml.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "engine/error.hpp"
+
+namespace llamatap {
+
+Pool::Pool(Pooling kind, size_t width)
+    : kind_(kind),
+      values_(width, kind == Pooling::max ? -std::numeric_limits<double>::infinity() : 0.0) {}
+
+void Pool::take(const float* values, size_t offset, size_t count) {
+  double* pooled = values_.data() + offset;
+  switch (kind_) {
+    case Pooling::mean:
+      for (size_t i = 0; i < count; ++i) pooled[i] += double{values[i]};
+      break;
+    case Pooling::max:
+      // A NaN stays, as in NumPy.
+      for (size_t i = 0; i < count; ++i) {
+        if (!(double{values[i]} <= pooled[i])) pooled[i] = double{values[i]};
+      }
+      break;
+    case Pooling::last:
+    case Pooling::none:
+      std::copy(values, values + count, pooled);
+      break;
+  }
+}
+
+void Pool::write(size_t rows, DType dtype, std::byte* target) const {
+  const double divisor = kind_ == Pooling::mean ? static_cast<double>(rows) : 1.0;
+  std::vector<float> row(values_.size());
+  std::transform(values_.begin(), values_.end(), row.begin(),
+                 [&](double value) { return static_cast<float>(value / divisor); });
+  write_values(row.data(), row.size(), dtype, target);
+}
+
+Recorder::Recorder(std::shared_ptr<const LayerMap> map, std::vector<int32_t> slots, DType dtype,
+                   std::vector<RowTarget> targets)
+    : map_(std::move(map)),
+      columns_(map_->sources().size()),
+      n_columns_(slots.size()),
+      dtype_(dtype),
+      targets_(std::move(targets)),
+      next_(map_->sources().size(), 0),
+      finder_(map_->n_layer(), map_->n_embd()),
+      seen_(map_->sources().size(), nullptr) {
+  if (slots.empty()) throw InvalidInput("no layers are asked for");
+  for (size_t column = 0; column < slots.size(); ++column) {
+    const int32_t slot = slots[column];
+    if (slot < 0 || slot > map_->norm_slot()) {
+      throw InvalidInput("layer slot " + std::to_string(slot) + " is not in 0.." +
+                         std::to_string(map_->norm_slot()));
+    }
+    columns_[slot].push_back(column);
+    any_cropped_ = any_cropped_ || map_->sources()[slot].cropped;
+    last_slot_ = std::max(last_slot_, slot);
+  }
+  for (int32_t slot = 0; slot <= map_->norm_slot(); ++slot) {
+    slots_by_name_[map_->sources()[slot].node.name].push_back(slot);
+  }
+}
+
+bool Recorder::needs_last_block(int32_t row) const { return any_cropped_ && targets_[row].wanted(); }
+
+bool Recorder::stop_keeps_memory() const { return last_slot_ >= map_->n_layer(); }
+
+void Recorder::begin(const Piece& piece) noexcept {
+  piece_ = &piece;
+  std::fill(next_.begin(), next_.end(), 0);
+  begin_graph();
+}
+
+void Recorder::begin_graph() noexcept {
+  finder_.reset();
+  std::fill(seen_.begin(), seen_.end(), nullptr);
+}
+
+int32_t Recorder::slot_of(const ggml_tensor& node) const {
+  const auto named = slots_by_name_.find(std::string_view(node.name));
+  if (named == slots_by_name_.end()) return -1;
+  for (const int32_t slot : named->second) {
+    if (map_->sources()[slot].node.matches(node)) return slot;
+  }
+  return -1;
+}
+
+bool Recorder::wants(const ggml_tensor* node) noexcept {
+  finder_.see(node);
+  // With embeddings in place of tokens, the first stream may be the input itself, which no node computes.
+  for (int i = 0; i < 2 && seen_[0] == nullptr; ++i) {
+    const ggml_tensor* source = node->src[i];
+    if (source != nullptr && source->op == GGML_OP_NONE && map_->sources()[0].node.name == source->name) {
+      seen_[0] = source;
+      if (!columns_[0].empty()) copy(0, *source);
+    }
+  }
+  const int32_t slot = slot_of(*node);
+  if (slot < 0) return false;
+  seen_[slot] = node;
+  return !columns_[slot].empty();
+}
+
+bool Recorder::computed(const ggml_tensor* node) noexcept {
+  const int32_t slot = slot_of(*node);
+  if (slot < 0) return true;
+  copy(slot, *node);
+  return !(piece_->may_stop && slot == last_slot_);
+}
+
+void Recorder::copy(int32_t slot, const ggml_tensor& node) try {
+  if (!fault_.empty()) return;
+  const auto& rows = map_->sources()[slot].cropped ? piece_->output_rows : piece_->rows;
+  const auto count = static_cast<size_t>(node.ne[1]);
+  const auto width = static_cast<size_t>(map_->n_embd());
+  const auto what = [&] { return "layer slot " + std::to_string(slot) + " (" + node.name + ")"; };
+  if (static_cast<size_t>(node.ne[0]) != width || node.type != GGML_TYPE_F32 || node.nb[0] != sizeof(float) ||
+      node.ne[2] != 1 || node.ne[3] != 1) {
+    fault_ = what() + " is no float32 matrix of width " + std::to_string(width);
+    return;
+  }
+  if (next_[slot] + count > rows.size()) {
+    fault_ = what() + " has more rows than the " + std::to_string(rows.size()) + " expected";
+    return;
+  }
+
+  const ggml_backend_buffer_t buffer = node.view_src != nullptr ? node.view_src->buffer : node.buffer;
+  const char* data = static_cast<const char*>(node.data);
+  size_t stride = node.nb[1];
+  if (buffer == nullptr || !ggml_backend_buffer_is_host(buffer)) {
+    stride = width * sizeof(float);
+    staging_.resize(count * width);
+    if (count > 0) {
+      ggml_backend_tensor_get_2d(&node, staging_.data(), 0, stride, count, node.nb[1], stride);
+    }
+    data = reinterpret_cast<const char*>(staging_.data());
+  }
+  for (size_t i = 0; i < count; ++i) {
+    const auto& target = targets_[rows[next_[slot] + i]];
+    if (!target.wanted()) continue;
+    const auto* values = reinterpret_cast<const float*>(data + i * stride);
+    for (const size_t column : columns_[slot]) {
+      if (target.pool != nullptr) {
+        target.pool->take(values, column * width, width);
+      } else {
+        write_values(values, width, dtype_, target.row + column * width * item_size(dtype_));
+      }
+    }
+  }
+  next_[slot] += count;
+} catch (const std::exception& error) {
+  fault_ = error.what();
+}
+
+void Recorder::end() {
+  if (!fault_.empty()) throw EngineFailed("capture failed: " + fault_);
+  check_streams();
+  for (size_t slot = 0; slot < columns_.size(); ++slot) {
+    if (columns_[slot].empty()) continue;
+    const auto expected = map_->sources()[slot].cropped ? piece_->output_rows.size() : piece_->rows.size();
+    if (next_[slot] != expected) {
+      throw EngineFailed("layer slot " + std::to_string(slot) + " gave " + std::to_string(next_[slot]) +
+                         " rows where " + std::to_string(expected) + " were expected; please report this");
+    }
+  }
+}
+
+void Recorder::check_streams() {
+  for (size_t slot = 0; slot < seen_.size(); ++slot) {
+    const auto* found = finder_.found()[slot];
+    // What was not reached before an early end cannot be compared.
+    if (found == nullptr || seen_[slot] == nullptr || found == seen_[slot]) continue;
+    throw EngineFailed("the graph's layer slot " + std::to_string(slot) + " is " + found->name + ", not " +
+                       seen_[slot]->name + " as resolved; please report this");
+  }
+}
+
+}  // namespace llamatap

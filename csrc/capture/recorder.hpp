@@ -1,0 +1,80 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "capture/block.hpp"
+#include "capture/layer_map.hpp"
+#include "engine/context.hpp"
+
+namespace llamatap {
+
+enum class Pooling { none, mean, last, max };
+
+/// Pools rows as they are captured: float64 sums for the mean, so that it does not depend on how
+/// a prompt was cut into batches more than the rows themselves do.
+class Pool {
+ public:
+  Pool(Pooling kind, size_t width);
+
+  /// One row of one slot: `count` values at `offset` of the pooled row.
+  void take(const float* values, size_t offset, size_t count);
+  void write(size_t rows, DType dtype, std::byte* target) const;
+
+ private:
+  Pooling kind_;
+  std::vector<double> values_;
+};
+
+/// Where the states of one entry of a batch go: a row of memory ([n_slots, n_embd]), a pool, or nowhere.
+struct RowTarget {
+  std::byte* row = nullptr;
+  Pool* pool = nullptr;
+
+  bool wanted() const { return row != nullptr || pool != nullptr; }
+};
+
+/// Copies the wanted nodes of a decode to where they belong, row by row, whatever order the engine
+/// computes them in.
+class Recorder : public DecodeObserver {
+ public:
+  /// `slots` may repeat and come in any order; `targets` has one entry for each entry of the batch.
+  Recorder(std::shared_ptr<const LayerMap> map, std::vector<int32_t> slots, DType dtype,
+           std::vector<RowTarget> targets);
+
+  bool needs_last_block(int32_t row) const override;
+  bool stop_keeps_memory() const override;
+  void begin(const Piece& piece) noexcept override;
+  void begin_graph() noexcept override;
+  bool wants(const ggml_tensor* node) noexcept override;
+  bool computed(const ggml_tensor* node) noexcept override;
+  void end() override;
+
+ private:
+  void copy(int32_t slot, const ggml_tensor& node);
+  int32_t slot_of(const ggml_tensor& node) const;
+  void check_streams();
+
+  std::shared_ptr<const LayerMap> map_;
+  std::vector<std::vector<size_t>> columns_;  // by slot: where it goes in a row, once for each repeat
+  size_t n_columns_;
+  DType dtype_;
+  std::vector<RowTarget> targets_;
+  bool any_cropped_ = false;
+  int32_t last_slot_ = -1;
+
+  std::unordered_map<std::string_view, std::vector<int32_t>> slots_by_name_;
+  const Piece* piece_ = nullptr;
+  std::vector<size_t> next_;  // by slot: how many rows of the piece have come
+  std::vector<float> staging_;
+  std::string fault_;
+
+  StreamFinder finder_;
+  std::vector<const ggml_tensor*> seen_;  // by slot, in the graph being computed
+};
+
+}  // namespace llamatap

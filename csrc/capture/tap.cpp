@@ -1,0 +1,24 @@
+#include "capture/tap.hpp"
+
+#include "capture/recorder.hpp"
+
+namespace llamatap {
+
+Tapped decode_tapped(Context& context, const std::shared_ptr<const LayerMap>& map, const TapPlan& plan,
+                     const Batch& batch, const Poll& poll) {
+  Tapped tapped;
+  for (int32_t row = 0; row < batch.size(); ++row) {
+    if (!plan.outputs_only || batch.outputs()[row]) tapped.rows.push_back(row);
+  }
+  const size_t row_bytes = plan.slots.size() * static_cast<size_t>(map->n_embd()) * item_size(plan.dtype);
+  tapped.block = std::make_shared<Block>(tapped.rows.size() * row_bytes);
+  std::vector<RowTarget> targets(static_cast<size_t>(batch.size()));
+  for (size_t i = 0; i < tapped.rows.size(); ++i) {
+    targets[tapped.rows[i]].row = tapped.block->data() + i * row_bytes;
+  }
+  Recorder recorder(map, plan.slots, plan.dtype, std::move(targets));
+  context.decode(batch, &recorder, /*memory_is_scratch=*/false, poll);
+  return tapped;
+}
+
+}  // namespace llamatap

@@ -1,0 +1,28 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "capture/block.hpp"
+#include "capture/layer_map.hpp"
+#include "engine/context.hpp"
+
+namespace llamatap {
+
+/// What a tap wants of each decode.
+struct TapPlan {
+  std::vector<int32_t> slots;
+  DType dtype = DType::f32;
+  bool outputs_only = false;
+};
+
+struct Tapped {
+  std::shared_ptr<Block> block;  // [rows, n_slots, n_embd]
+  std::vector<int32_t> rows;     // the entries of the batch that have a row, in batch order
+};
+
+/// Decodes the batch as ever, logits included, and captures what the plan wants on the way.
+Tapped decode_tapped(Context& context, const std::shared_ptr<const LayerMap>& map, const TapPlan& plan,
+                     const Batch& batch, const Poll& poll);
+
+}  // namespace llamatap

@@ -1,0 +1,133 @@
+#include "engine/backend.hpp"
+
+#include <dlfcn.h>
+#include <ggml-backend.h>
+#include <ggml-cpu.h>
+#include <llama.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <map>
+#include <mutex>
+
+#include "engine/error.hpp"
+#include "engine/log.hpp"
+
+namespace llamatap {
+
+namespace {
+
+namespace fs = std::filesystem;
+
+// Back ends are named libllamatap-ggml-<kind>[-<variant>].so.
+constexpr char kPrefix[] = "libllamatap-ggml-";
+
+int score(const fs::path& library) {
+  using ScoreFunction = int (*)();
+  void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) return 0;
+  const auto function = reinterpret_cast<ScoreFunction>(dlsym(handle, "ggml_backend_score"));
+  // A back end without a score is the only one of its kind.
+  const int result = function != nullptr ? function() : 1;
+  dlclose(handle);
+  return result;
+}
+
+ggml_backend_reg_t cpu_registry() {
+  ggml_backend_dev_t device = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+  if (device == nullptr) throw EngineFailed("no CPU back end is loaded");
+  return ggml_backend_dev_backend_reg(device);
+}
+
+template <typename Function>
+Function cpu_function(const char* name) {
+  auto* address = ggml_backend_reg_get_proc_address(cpu_registry(), name);
+  if (address == nullptr) throw EngineFailed(std::string("the CPU back end has no ") + name);
+  return reinterpret_cast<Function>(address);
+}
+
+}  // namespace
+
+void load_backends(const std::string& folder) {
+  static std::mutex mutex;
+  static bool loaded = false;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (loaded) return;
+
+  std::map<std::string, std::pair<int, fs::path>> best;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    const auto name = entry.path().filename().string();
+    if (name.rfind(kPrefix, 0) != 0) continue;
+    const auto rest = name.substr(sizeof kPrefix - 1);
+    const auto kind = rest.substr(0, rest.find_first_of("-."));
+    if (kind == "base") continue;
+    auto& choice = best[kind];
+    const int points = score(entry.path());
+    if (points > choice.first) choice = {points, entry.path()};
+  }
+  // The engine offers devices in the order of registration, and falls back to the CPU last.
+  const auto cpu = best.extract("cpu");
+  for (const auto& [kind, choice] : best) {
+    if (choice.first > 0) ggml_backend_load(choice.second.c_str());
+  }
+  const LogScope log;
+  if (cpu.empty() || cpu.mapped().first == 0 ||
+      ggml_backend_load(cpu.mapped().second.c_str()) == nullptr) {
+    throw EngineFailed("no CPU back end for this machine in " + folder +
+                       (log.text().empty() ? "" : ": " + log.text()));
+  }
+  llama_backend_init();
+  loaded = true;
+}
+
+std::vector<DeviceInfo> devices() {
+  std::vector<DeviceInfo> result;
+  for (size_t i = 0; i < ggml_backend_dev_count(); ++i) {
+    ggml_backend_dev_t device = ggml_backend_dev_get(i);
+    size_t free = 0;
+    size_t total = 0;
+    ggml_backend_dev_memory(device, &free, &total);
+    const char* kind = "accel";
+    switch (ggml_backend_dev_type(device)) {
+      case GGML_BACKEND_DEVICE_TYPE_CPU:
+        kind = "cpu";
+        break;
+      case GGML_BACKEND_DEVICE_TYPE_GPU:
+        kind = "gpu";
+        break;
+      case GGML_BACKEND_DEVICE_TYPE_IGPU:
+        kind = "igpu";
+        break;
+      default:
+        break;
+    }
+    result.push_back({ggml_backend_dev_name(device), ggml_backend_dev_description(device), kind, total});
+  }
+  return result;
+}
+
+bool has_gpu() {
+  const auto all = devices();
+  return std::any_of(all.begin(), all.end(),
+                     [](const DeviceInfo& device) { return device.kind == "gpu" || device.kind == "igpu"; });
+}
+
+std::vector<std::pair<std::string, std::string>> cpu_features() {
+  std::vector<std::pair<std::string, std::string>> result;
+  const auto get = cpu_function<ggml_backend_get_features_t>("ggml_backend_get_features");
+  for (const auto* feature = get(cpu_registry()); feature->name != nullptr; ++feature) {
+    result.emplace_back(feature->name, feature->value);
+  }
+  return result;
+}
+
+Threadpool make_threadpool(int n_threads) {
+  auto params = ggml_threadpool_params_default(n_threads);
+  const auto create = cpu_function<decltype(&ggml_threadpool_new)>("ggml_threadpool_new");
+  const auto destroy = cpu_function<decltype(&ggml_threadpool_free)>("ggml_threadpool_free");
+  Threadpool pool(create(&params), destroy);
+  if (!pool) throw EngineFailed("cannot start " + std::to_string(n_threads) + " threads");
+  return pool;
+}
+
+}  // namespace llamatap

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+struct ggml_threadpool;
+
+namespace llamatap {
+
+/// Loads the engine's back ends from `folder`: of each kind (cuda, metal, cpu, ...) the library whose
+/// own score for this machine is best. The first call decides; later calls do nothing.
+/// Throws EngineFailed when no CPU back end can be loaded.
+void load_backends(const std::string& folder);
+
+struct DeviceInfo {
+  std::string name;
+  std::string description;
+  std::string kind;  // "cpu", "gpu", "igpu" or "accel"
+  uint64_t memory_total;
+};
+
+std::vector<DeviceInfo> devices();
+
+/// Whether a device other than the CPU is present.
+bool has_gpu();
+
+/// What the loaded CPU back end was compiled for, as (feature, value) pairs.
+std::vector<std::pair<std::string, std::string>> cpu_features();
+
+/// The engine's own worker threads. Without one it would start threads anew for every part of a graph.
+using Threadpool = std::unique_ptr<ggml_threadpool, void (*)(ggml_threadpool*)>;
+
+Threadpool make_threadpool(int n_threads);
+
+}  // namespace llamatap

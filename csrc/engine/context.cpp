@@ -1,0 +1,456 @@
+#include "engine/context.hpp"
+
+#include <ggml.h>
+#include <llama.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <numeric>
+#include <set>
+
+#include "engine/error.hpp"
+#include "engine/internals.hpp"
+#include "engine/log.hpp"
+#include "engine/use.hpp"
+
+namespace llamatap {
+
+namespace {
+
+// Below this, a decode is too short for a thread of its own to watch it.
+constexpr int32_t kWatchedRows = 16;
+
+ggml_type cache_type(const std::string& name) {
+  for (const ggml_type type : {GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0,
+                               GGML_TYPE_Q4_1, GGML_TYPE_IQ4_NL, GGML_TYPE_Q5_0, GGML_TYPE_Q5_1}) {
+    if (name == ggml_type_name(type)) return type;
+  }
+  throw InvalidInput("unknown KV cache type '" + name +
+                     "'; known are f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0, q5_1");
+}
+
+/// The arrays behind a llama_batch of some entries of a Batch.
+struct EngineBatch {
+  std::vector<llama_token> tokens;
+  std::vector<float> embeddings;
+  std::vector<llama_pos> positions;
+  std::vector<int32_t> n_sequences;
+  std::vector<llama_seq_id*> sequences;
+  std::vector<int8_t> flags;
+  llama_batch view{};
+
+  EngineBatch(const Batch& batch, const Piece& piece, int32_t n_positions) {
+    const auto count = piece.rows.size();
+    std::vector<bool> flagged(static_cast<size_t>(batch.size()), false);
+    for (const int32_t row : piece.output_rows) flagged[row] = true;
+    for (const int32_t row : piece.rows) {
+      if (batch.has_embeddings()) {
+        embeddings.insert(embeddings.end(), batch.embedding(row), batch.embedding(row) + batch.n_embd());
+      } else {
+        tokens.push_back(batch.tokens()[row]);
+      }
+      positions.push_back(batch.positions()[row]);
+      const auto& of_row = batch.sequences()[row];
+      n_sequences.push_back(static_cast<int32_t>(of_row.size()));
+      // The engine's interface is not const-correct; it only reads.
+      sequences.push_back(const_cast<llama_seq_id*>(of_row.data()));
+      flags.push_back(flagged[row] ? 1 : 0);
+    }
+    if (batch.has_embeddings() && n_positions > 1) {
+      // M-RoPE takes sections of positions; text has the same in the first three and 0 in the last.
+      const auto text = positions;
+      for (int32_t section = 1; section < n_positions; ++section) {
+        if (section == 3) {
+          positions.insert(positions.end(), count, 0);
+        } else {
+          positions.insert(positions.end(), text.begin(), text.end());
+        }
+      }
+    }
+    view.n_tokens = static_cast<int32_t>(count);
+    view.token = batch.has_embeddings() ? nullptr : tokens.data();
+    view.embd = batch.has_embeddings() ? embeddings.data() : nullptr;
+    view.pos = positions.data();
+    view.n_seq_id = n_sequences.data();
+    view.seq_id = sequences.data();
+    view.logits = flags.data();
+  }
+};
+
+std::vector<int32_t> sequences_of(const Batch& batch) {
+  std::set<int32_t> all;
+  for (const auto& of_row : batch.sequences()) all.insert(of_row.begin(), of_row.end());
+  return {all.begin(), all.end()};
+}
+
+}  // namespace
+
+void Context::Free::operator()(llama_context* context) const { llama_free(context); }
+
+Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
+    : model_(std::move(model)), options_(options), threadpool_(nullptr, nullptr) {
+  if (model_->options().vocab_only) throw Unsupported("the model was loaded without its weights");
+  if (model_->process() != static_cast<int32_t>(getpid())) {
+    throw Unsupported("the model was loaded before a fork; load it in this process");
+  }
+  if (model_->has_encoder() && model_->has_decoder()) {
+    throw Unsupported("encoder-decoder models (" + model_->arch() + ") are not supported");
+  }
+  const auto require = [](bool good, const std::string& message) {
+    if (!good) throw InvalidInput(message);
+  };
+  require(options.n_batch > 0, "n_batch must be at least 1");
+  require(options.n_ubatch > 0, "n_ubatch must be at least 1");
+  const auto most = llama_max_parallel_sequences();
+  require(options.n_seq_max > 0 && options.n_seq_max <= most,
+          "n_seq_max must be in 1.." + std::to_string(most) + ", not " + std::to_string(options.n_seq_max));
+  require(options.n_threads > 0 && options.n_threads <= 512,
+          "n_threads must be in 1..512, not " + std::to_string(options.n_threads));
+  require(options.flash_attention >= -1 && options.flash_attention <= 1, "flash_attn must be auto, on or off");
+
+  auto params = llama_context_default_params();
+  params.n_ctx = options.n_ctx;
+  params.n_batch = options.n_batch;
+  params.n_ubatch = options.n_ubatch;
+  params.n_seq_max = options.n_seq_max;
+  params.n_rs_seq = options.n_rs_seq;
+  params.n_outputs_max = options.n_outputs_max;
+  params.n_threads = options.n_threads;
+  params.n_threads_batch = options.n_threads;
+  params.type_k = cache_type(options.type_k);
+  params.type_v = cache_type(options.type_v);
+  params.flash_attn_type = static_cast<llama_flash_attn_type>(options.flash_attention);
+  params.kv_unified = options.kv_unified;
+  params.swa_full = options.swa_full;
+  params.no_perf = true;
+  params.cb_eval = &Context::on_node;
+  params.cb_eval_user_data = this;
+  params.abort_callback = [](void* self) {
+    const auto* interrupt = static_cast<Context*>(self)->interrupt_;
+    return interrupt != nullptr && interrupt->load(std::memory_order_relaxed);
+  };
+  params.abort_callback_data = this;
+
+  threadpool_ = make_threadpool(options.n_threads);
+  const LogScope log;
+  context_.reset(llama_init_from_model(model_->handle(), params));
+  if (!context_) {
+    throw Unsupported("the engine cannot make this context: " +
+                      (log.text().empty() ? std::string("it gave no reason") : log.text()));
+  }
+  llama_attach_threadpool(context_.get(), threadpool_.get(), nullptr);
+}
+
+Context::~Context() = default;
+
+uint32_t Context::n_ctx() const { return llama_n_ctx(context_.get()); }
+uint32_t Context::n_batch() const { return llama_n_batch(context_.get()); }
+uint32_t Context::n_ubatch() const { return llama_n_ubatch(context_.get()); }
+bool Context::flash_attention() const { return internals::flash_attention(context_.get()); }
+bool Context::causal() const { return internals::causal_attention(context_.get()); }
+bool Context::has_memory() const { return llama_get_memory(context_.get()) != nullptr; }
+
+void Context::validate(const Batch& batch) const {
+  const int32_t n = batch.size();
+  if (n == 0) throw InvalidInput("the batch is empty");
+  if (batch.has_embeddings() && batch.n_embd() != model_->n_embd_input()) {
+    throw InvalidInput("embeddings must be " + std::to_string(model_->n_embd_input()) + " wide, not " +
+                       std::to_string(batch.n_embd()));
+  }
+  std::vector<std::vector<int32_t>> positions(options_.n_seq_max);
+  for (int32_t row = 0; row < n; ++row) {
+    const auto where = "entry " + std::to_string(row) + ": ";
+    if (!batch.has_embeddings()) {
+      const int32_t token = batch.tokens()[row];
+      if (token < 0 || token >= model_->vocab().size()) {
+        throw InvalidInput(where + "token id " + std::to_string(token) + " is outside of the vocabulary of " +
+                           std::to_string(model_->vocab().size()));
+      }
+    }
+    const int32_t position = batch.positions()[row];
+    if (position < 0) throw InvalidInput(where + "position " + std::to_string(position) + " is negative");
+    const auto& sequences = batch.sequences()[row];
+    if (sequences.empty()) throw InvalidInput(where + "it belongs to no sequence");
+    for (const int32_t seq : sequences) {
+      if (seq < 0 || seq >= static_cast<int32_t>(options_.n_seq_max)) {
+        throw InvalidInput(where + "sequence id " + std::to_string(seq) + " is not in 0.." +
+                           std::to_string(options_.n_seq_max - 1) + " (n_seq_max of the context)");
+      }
+      positions[seq].push_back(position);
+    }
+  }
+  if (!has_memory()) {
+    if (n > static_cast<int32_t>(n_ubatch())) {
+      throw InvalidInput("a model without causal attention sees all " + std::to_string(n) +
+                         " tokens at once; the context's n_ubatch allows " + std::to_string(n_ubatch()));
+    }
+    return;
+  }
+  for (int32_t seq = 0; seq < static_cast<int32_t>(options_.n_seq_max); ++seq) {
+    auto& of_seq = positions[seq];
+    if (of_seq.empty()) continue;
+    std::sort(of_seq.begin(), of_seq.end());
+    const int32_t last = llama_memory_seq_pos_max(llama_get_memory(context_.get()), seq);
+    const auto what = "sequence " + std::to_string(seq) + ": ";
+    if (model_->n_positions() > 1) {
+      if (of_seq.front() <= last) {
+        throw InvalidInput(what + "position " + std::to_string(of_seq.front()) + " must come after " +
+                           std::to_string(last) + ", the last one in memory");
+      }
+      continue;
+    }
+    if (last >= 0 && of_seq.front() != last + 1) {
+      throw InvalidInput(what + "the next position must be " + std::to_string(last + 1) + ", not " +
+                         std::to_string(of_seq.front()) + "; remove what is in memory or continue it");
+    }
+    for (size_t i = 1; i < of_seq.size(); ++i) {
+      if (of_seq[i] == of_seq[i - 1]) {
+        throw InvalidInput(what + "position " + std::to_string(of_seq[i]) + " occurs twice");
+      }
+      if (of_seq[i] != of_seq[i - 1] + 1) {
+        throw InvalidInput(what + "position " + std::to_string(of_seq[i - 1] + 1) + " is missing");
+      }
+    }
+  }
+}
+
+std::vector<Piece> Context::plan(const Batch& batch, const DecodeObserver* observer,
+                                 bool memory_is_scratch) const {
+  const auto n = static_cast<size_t>(batch.size());
+  std::vector<int32_t> order(n);
+  std::iota(order.begin(), order.end(), 0);
+  if (!has_memory()) return {Piece{order, order, observer != nullptr && memory_is_scratch}};
+
+  // The engine wants the positions of a sequence in rising order.
+  std::vector<int32_t> last(options_.n_seq_max, -1);
+  bool rising = true;
+  for (const int32_t row : order) {
+    for (const int32_t seq : batch.sequences()[row]) {
+      rising = rising && batch.positions()[row] > last[seq];
+      last[seq] = batch.positions()[row];
+    }
+  }
+  if (!rising) {
+    std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+      return batch.positions()[a] < batch.positions()[b];
+    });
+  }
+
+  const auto needed = [&](int32_t row) { return observer != nullptr && observer->needs_last_block(row); };
+  const bool any_output = std::any_of(order.begin(), order.end(), [&](int32_t r) { return batch.outputs()[r]; });
+
+  // Entries whose last block is wanted but whose logits are not come first, in pieces that end before
+  // the output head. The others start, in each sequence, with its first output.
+  std::vector<int32_t> early;
+  std::vector<int32_t> late;
+  std::vector<bool> started(options_.n_seq_max, false);
+  bool early_needed = false;
+  for (const int32_t row : order) {
+    const auto& sequences = batch.sequences()[row];
+    const bool is_late = batch.outputs()[row] || std::any_of(sequences.begin(), sequences.end(),
+                                                             [&](int32_t seq) { return started[seq]; });
+    if (is_late) {
+      for (const int32_t seq : sequences) started[seq] = true;
+    }
+    early_needed = early_needed || (!is_late && needed(row));
+    (is_late ? late : early).push_back(row);
+  }
+  if (any_output && !early_needed) {
+    late = order;
+    early.clear();
+  }
+
+  std::vector<Piece> pieces;
+  const size_t outputs_max = options_.n_outputs_max > 0 ? options_.n_outputs_max : n_batch();
+  const auto cut = [&](const std::vector<int32_t>& rows, bool may_stop, size_t longest) {
+    Piece piece;
+    piece.may_stop = may_stop;
+    for (const int32_t row : rows) {
+      const bool flagged = batch.outputs()[row] || needed(row);
+      if (piece.rows.size() == longest || (flagged && piece.output_rows.size() == outputs_max)) {
+        pieces.push_back(std::move(piece));
+        piece = Piece{};
+        piece.may_stop = may_stop;
+      }
+      piece.rows.push_back(row);
+      if (flagged) piece.output_rows.push_back(row);
+    }
+    if (!piece.rows.empty()) pieces.push_back(std::move(piece));
+  };
+  const bool early_may_stop = observer != nullptr && (memory_is_scratch || observer->stop_keeps_memory());
+  // The engine makes room for logits of every flagged entry of a call, computed or not.
+  cut(early, early_may_stop, early_needed ? std::min(n_ubatch(), n_batch()) : n_batch());
+  cut(late, observer != nullptr && memory_is_scratch && !any_output, n_batch());
+  return pieces;
+}
+
+void Context::decode(const Batch& batch, DecodeObserver* observer, bool memory_is_scratch, const Poll& poll) {
+  const Use use(mutex_, *model_);
+  validate(batch);
+  auto pieces = plan(batch, observer, memory_is_scratch);
+  logit_rows_.assign(static_cast<size_t>(batch.size()), LogitRow{false, -1});
+  kept_logits_.clear();
+  if (poll && batch.size() >= kWatchedRows) {
+    run_polling(
+        [&](std::atomic<bool>& stop) {
+          interrupt_ = &stop;
+          try {
+            run(batch, pieces, observer);
+          } catch (...) {
+            interrupt_ = nullptr;
+            throw;
+          }
+          interrupt_ = nullptr;
+        },
+        poll);
+  } else {
+    run(batch, pieces, observer);
+  }
+}
+
+void Context::run(const Batch& batch, std::vector<Piece>& pieces, DecodeObserver* observer) {
+  const auto sequences = sequences_of(batch);
+  std::vector<int32_t> last;
+  if (has_memory()) {
+    for (const int32_t seq : sequences) {
+      last.push_back(llama_memory_seq_pos_max(llama_get_memory(context_.get()), seq));
+    }
+  }
+  const auto fail = [&](auto&& error) {
+    logit_rows_.clear();
+    roll_back(sequences, last);
+    throw std::forward<decltype(error)>(error);
+  };
+  for (auto& piece : pieces) {
+    const EngineBatch engine_batch(batch, piece, model_->n_positions());
+    const auto given = piece.rows;
+    // Several sequences may be computed in another order than they are given in.
+    if (sequences.size() > 1 && has_memory()) {
+      if (const auto order = internals::ubatch_order(context_.get(), engine_batch.view)) {
+        piece.rows.clear();
+        piece.output_rows.clear();
+        for (const int32_t index : *order) {
+          piece.rows.push_back(given[index]);
+          if (engine_batch.flags[index] != 0) piece.output_rows.push_back(given[index]);
+        }
+      }
+    }
+
+    keep_logits();
+    if (observer != nullptr) observer->begin(piece);
+    observer_ = observer;
+    stopped_ = false;
+    first_node_.clear();
+    const LogScope log;
+    const int32_t status = llama_decode(context_.get(), engine_batch.view);
+    // Also brings back errors of asynchronous back ends before anyone reads.
+    llama_synchronize(context_.get());
+    observer_ = nullptr;
+
+    const bool interrupted = interrupt_ != nullptr && *interrupt_;
+    if (interrupted || status == 2) fail(Interrupted());
+    if (status == 1) {
+      int64_t used = 0;
+      for (int32_t seq = 0; seq < static_cast<int32_t>(options_.n_seq_max); ++seq) {
+        auto* memory = llama_get_memory(context_.get());
+        const int32_t end = llama_memory_seq_pos_max(memory, seq);
+        if (end >= 0) used += end + 1 - llama_memory_seq_pos_min(memory, seq);
+      }
+      const auto room = options_.kv_unified ? std::to_string(n_ctx())
+                                            : std::to_string(llama_n_ctx_seq(context_.get())) + " a sequence";
+      fail(ContextFull("the context has room for " + room + " tokens (n_ctx); " + std::to_string(used) +
+                       " are in use and the batch brings " + std::to_string(batch.size()) +
+                       "; remove sequences or make a larger context"));
+    }
+    if (status == -1) fail(InvalidInput("the engine refuses the batch: " + log.text()));
+    if (status != 0) {
+      fail(EngineFailed("decode failed with status " + std::to_string(status) + ": " + log.text()));
+    }
+    if (observer != nullptr) {
+      try {
+        observer->end();
+      } catch (...) {
+        logit_rows_.clear();
+        roll_back(sequences, last);
+        throw;
+      }
+    }
+    if (piece.may_stop) continue;
+    for (size_t index = 0; index < given.size(); ++index) {
+      const int32_t row = given[index];
+      if (batch.outputs()[row]) logit_rows_[row] = {true, static_cast<int32_t>(index)};
+    }
+  }
+}
+
+void Context::keep_logits() {
+  const auto n_vocab = static_cast<size_t>(model_->vocab().size());
+  for (auto& row : logit_rows_) {
+    if (!row.in_engine) continue;
+    const float* values = llama_get_logits_ith(context_.get(), row.index);
+    row = {false, static_cast<int32_t>(kept_logits_.size() / n_vocab)};
+    kept_logits_.insert(kept_logits_.end(), values, values + n_vocab);
+  }
+}
+
+const float* Context::logits(int32_t row) const {
+  const Use use(mutex_, *model_);
+  const auto n = static_cast<int32_t>(logit_rows_.size());
+  if (n == 0) throw InvalidInput("there are no logits: nothing was decoded yet, or the last decode failed");
+  if (row < 0) row += n;
+  if (row < 0 || row >= n) {
+    throw InvalidInput("row " + std::to_string(row) + " is not in the last batch of " + std::to_string(n));
+  }
+  const auto& found = logit_rows_[row];
+  if (found.index < 0) {
+    throw InvalidInput("row " + std::to_string(row) + " of the last batch was not an output; add it with output=True");
+  }
+  if (!found.in_engine) {
+    return kept_logits_.data() + static_cast<size_t>(found.index) * static_cast<size_t>(model_->vocab().size());
+  }
+  const float* values = llama_get_logits_ith(context_.get(), found.index);
+  if (values == nullptr) throw EngineFailed("the engine has no logits for row " + std::to_string(row));
+  return values;
+}
+
+void Context::roll_back(const std::vector<int32_t>& sequences, const std::vector<int32_t>& last) {
+  if (!has_memory()) return;
+  auto* memory = llama_get_memory(context_.get());
+  for (size_t i = 0; i < sequences.size(); ++i) {
+    if (llama_memory_seq_pos_max(memory, sequences[i]) <= last[i]) continue;
+    // A recurrent state cannot be taken back in part: then the sequence is given up whole.
+    if (last[i] < 0 || !llama_memory_seq_rm(memory, sequences[i], last[i] + 1, -1)) {
+      llama_memory_seq_rm(memory, sequences[i], -1, -1);
+    }
+  }
+}
+
+bool Context::on_node(ggml_tensor* node, bool ask, void* self) noexcept {
+  auto* context = static_cast<Context*>(self);
+  if (ask) {
+    if (context->first_node_.empty()) {
+      context->first_node_ = node->name;
+    } else if (context->first_node_ == node->name) {
+      context->stopped_ = false;
+      if (context->observer_ != nullptr) context->observer_->begin_graph();
+    }
+  }
+  const auto* interrupt = context->interrupt_;
+  if (interrupt != nullptr && interrupt->load(std::memory_order_relaxed)) context->stopped_ = true;
+  // Returning false ends one backend split only; asking for the first node of those that follow and
+  // refusing it ends them too, before they compute on stale inputs.
+  if (context->stopped_) return ask;
+  if (context->observer_ == nullptr) return false;
+  if (ask) return context->observer_->wants(node);
+  context->stopped_ = !context->observer_->computed(node);
+  return !context->stopped_;
+}
+
+ggml_cgraph* Context::reserve_graph(uint32_t n_tokens, uint32_t n_outputs) {
+  const Use use(mutex_, *model_);
+  auto* graph = internals::reserve_graph(context_.get(), n_tokens, n_outputs);
+  if (graph == nullptr) throw EngineFailed("the engine cannot build a graph of " + std::to_string(n_tokens) + " tokens");
+  return graph;
+}
+
+}  // namespace llamatap

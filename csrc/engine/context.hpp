@@ -1,0 +1,136 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "engine/backend.hpp"
+#include "engine/batch.hpp"
+#include "engine/model.hpp"
+#include "engine/worker.hpp"
+
+struct ggml_cgraph;
+struct ggml_tensor;
+struct llama_context;
+
+namespace llamatap {
+
+struct ContextOptions {
+  uint32_t n_ctx = 0;  // 0: as the model was trained
+  uint32_t n_batch = 2048;
+  uint32_t n_ubatch = 512;
+  uint32_t n_seq_max = 1;
+  uint32_t n_rs_seq = 0;
+  uint32_t n_outputs_max = 0;  // outputs in a ubatch; 0: n_batch
+  int32_t n_threads = 1;
+  std::string type_k = "f16";
+  std::string type_v = "f16";
+  int32_t flash_attention = -1;  // -1: the engine decides; 0: off; 1: on
+  bool kv_unified = true;
+  bool swa_full = true;
+};
+
+/// One engine call of a decode: which entries of the batch it computes, in the order in which it does.
+struct Piece {
+  std::vector<int32_t> rows;         // all entries
+  std::vector<int32_t> output_rows;  // those that pass through the whole last block
+  bool may_stop = false;             // nothing after what the observer wants is needed
+};
+
+/// Looks into the graph while a decode computes it. Its methods run on the thread that computes,
+/// without the GIL, and do not throw.
+class DecodeObserver {
+ public:
+  virtual ~DecodeObserver() = default;
+  /// Whether the whole last block must be computed for the entry `row` of the batch, output or not.
+  virtual bool needs_last_block(int32_t row) const = 0;
+  /// Whether ending a piece after the last wanted node leaves nothing uncomputed that the memory keeps.
+  virtual bool stop_keeps_memory() const = 0;
+  virtual void begin(const Piece& piece) noexcept = 0;
+  /// The nodes that follow are of a new graph: a piece is computed as one or more ubatches.
+  virtual void begin_graph() noexcept = 0;
+  /// Before `node` is computed: whether `computed` shall be called with it.
+  virtual bool wants(const ggml_tensor* node) noexcept = 0;
+  /// After it was; false when the rest of the piece need not be computed.
+  virtual bool computed(const ggml_tensor* node) noexcept = 0;
+  /// After the piece. Throws when not all was seen.
+  virtual void end() = 0;
+};
+
+/// A model with memory: decodes batches. One thread at a time: a second one gets Busy.
+class Context {
+ public:
+  Context(std::shared_ptr<Model> model, const ContextOptions& options);
+  ~Context();
+  Context(const Context&) = delete;
+  Context& operator=(const Context&) = delete;
+
+  const std::shared_ptr<Model>& model() const { return model_; }
+  const ContextOptions& options() const { return options_; }
+  uint32_t n_ctx() const;
+  uint32_t n_batch() const;
+  uint32_t n_ubatch() const;
+  bool flash_attention() const;
+  bool causal() const;
+  /// Whether past tokens are kept. Models without causal attention see one batch at a time.
+  bool has_memory() const;
+
+  /// Computes the batch, in as many engine calls as its size and the observer's wishes take. On any
+  /// error the memory is as before, except that a sequence of a recurrent model may have to be dropped
+  /// (the message says so). `memory_is_scratch`: the caller clears the memory afterwards, so that the
+  /// observer may end early anywhere and no output is needed.
+  void decode(const Batch& batch, DecodeObserver* observer, bool memory_is_scratch, const Poll& poll);
+
+  /// The logits of an entry of the last batch (negative: from the end); n_vocab values, overwritten by the next decode. Throws
+  /// InvalidInput when it was no output.
+  const float* logits(int32_t row) const;
+
+  // Memory. Positions are half-open ranges [p0, p1); -1 stands for "from the start" and "to the end".
+  void memory_clear();
+  void memory_remove(int32_t seq, int32_t p0, int32_t p1);
+  void memory_copy(int32_t from, int32_t to, int32_t p0, int32_t p1);
+  void memory_keep(int32_t seq);
+  void memory_shift(int32_t seq, int32_t p0, int32_t p1, int32_t delta);
+  int32_t memory_first(int32_t seq) const;
+  int32_t memory_last(int32_t seq) const;
+  bool memory_empty() const;
+  std::string save(int32_t seq) const;
+  void restore(int32_t seq, const std::string& state);
+
+  /// Builds, without computing it, the graph of a ubatch.
+  ggml_cgraph* reserve_graph(uint32_t n_tokens, uint32_t n_outputs);
+
+ private:
+  struct Free {
+    void operator()(llama_context* context) const;
+  };
+  struct LogitRow {
+    bool in_engine;
+    int32_t index;  // of the entry in the last engine call, or of the row in kept_logits_
+  };
+
+  void validate(const Batch& batch) const;
+  std::vector<Piece> plan(const Batch& batch, const DecodeObserver* observer, bool memory_is_scratch) const;
+  void run(const Batch& batch, std::vector<Piece>& pieces, DecodeObserver* observer);
+  void keep_logits();
+  void roll_back(const std::vector<int32_t>& sequences, const std::vector<int32_t>& last);
+  void check_sequence(int32_t seq) const;
+  static bool on_node(ggml_tensor* node, bool ask, void* self) noexcept;
+
+  std::shared_ptr<Model> model_;
+  ContextOptions options_;
+  Threadpool threadpool_;
+  std::unique_ptr<llama_context, Free> context_;
+  mutable std::mutex mutex_;
+  DecodeObserver* observer_ = nullptr;
+  bool stopped_ = false;                  // nothing more of the current graph is wanted
+  std::string first_node_;                // the first one of the graphs of the current piece
+  std::atomic<bool>* interrupt_ = nullptr;
+  std::vector<LogitRow> logit_rows_;  // by entry of the last batch; index -1: no output
+  std::vector<float> kept_logits_;
+};
+
+}  // namespace llamatap

@@ -1,0 +1,81 @@
+#include "engine/internals.hpp"
+
+#include <ggml-backend.h>
+#include <ggml.h>
+#include <llama.h>
+
+#include <cstring>
+#include <memory>
+
+#include "engine/error.hpp"
+#include "llama-batch.h"
+#include "llama-context.h"
+#include "llama-ext.h"
+#include "llama-memory.h"
+#include "llama-model.h"
+
+namespace llamatap::internals {
+
+std::vector<std::string> device_names(const llama_model* model) {
+  std::vector<std::string> names;
+  for (int32_t i = 0; i < llama_model_n_devices(model); ++i) {
+    ggml_backend_dev_t device = llama_model_get_device(model, i);
+    names.push_back(std::string(ggml_backend_dev_name(device)) + " (" +
+                    ggml_backend_dev_description(device) + ")");
+  }
+  return names;
+}
+
+std::vector<float> token_embedding_rows(const llama_model* model, const std::vector<int32_t>& tokens) {
+  const ggml_tensor* matrix = model->tok_embd;
+  if (matrix == nullptr || matrix->buffer == nullptr) {
+    throw Unsupported("this model has no token embedding matrix");
+  }
+  const auto* traits = ggml_get_type_traits(matrix->type);
+  if (matrix->type != GGML_TYPE_F32 && traits->to_float == nullptr) {
+    throw Unsupported(std::string("token embeddings of type ") + ggml_type_name(matrix->type) +
+                      " cannot be dequantised");
+  }
+  const auto width = static_cast<size_t>(matrix->ne[0]);
+  const size_t row_bytes = ggml_row_size(matrix->type, matrix->ne[0]);
+  std::vector<uint8_t> row(row_bytes);
+  std::vector<float> result(tokens.size() * width);
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    ggml_backend_tensor_get(matrix, row.data(), static_cast<size_t>(tokens[i]) * matrix->nb[1], row_bytes);
+    float* target = result.data() + i * width;
+    if (matrix->type == GGML_TYPE_F32) {
+      std::memcpy(target, row.data(), row_bytes);
+    } else {
+      traits->to_float(row.data(), target, matrix->ne[0]);
+    }
+  }
+  return result;
+}
+
+bool flash_attention(const llama_context* context) { return context->get_cparams().flash_attn; }
+
+bool causal_attention(const llama_context* context) { return context->get_cparams().causal_attn; }
+
+std::optional<std::vector<int32_t>> ubatch_order(llama_context* context, const llama_batch& batch) {
+  const auto& model = context->get_model();
+  llama_batch_allocr splitter(model.hparams.n_pos_per_embd());
+  const llama_batch_compat compat(context, batch);
+  if (!splitter.init(*compat.batch_ext, model.vocab, false)) return std::nullopt;
+  // init_batch() only plans; the memory changes in apply(), which is not called here.
+  const auto plan =
+      context->get_memory()->init_batch(splitter, context->get_cparams().n_ubatch, /*embd_all=*/false);
+  if (!plan || plan->get_status() != LLAMA_MEMORY_STATUS_SUCCESS) return std::nullopt;
+  std::vector<int32_t> order;
+  order.reserve(static_cast<size_t>(batch.n_tokens));
+  do {
+    const auto& rows = plan->get_ubatch().data->batch_idxs;
+    order.insert(order.end(), rows.begin(), rows.end());
+  } while (plan->next());
+  return order;
+}
+
+ggml_cgraph* reserve_graph(llama_context* context, uint32_t n_tokens, uint32_t n_outputs) {
+  return llama_graph_reserve(context, n_tokens, 1, n_outputs);
+}
+
+}  // namespace llamatap::internals

@@ -1,0 +1,32 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+struct ggml_cgraph;
+struct llama_batch;
+struct llama_context;
+struct llama_model;
+
+/// What the engine's public header does not offer, read from its internal ones. An engine bump that
+/// breaks something breaks it here.
+namespace llamatap::internals {
+
+std::vector<std::string> device_names(const llama_model* model);
+
+/// Throws Unsupported when the model has no plain token embedding matrix.
+std::vector<float> token_embedding_rows(const llama_model* model, const std::vector<int32_t>& tokens);
+
+bool flash_attention(const llama_context* context);
+bool causal_attention(const llama_context* context);
+
+/// The order in which the engine will compute the entries of `batch`: its own splitter is asked, with
+/// the memory as it is now. No value when the batch would not fit.
+std::optional<std::vector<int32_t>> ubatch_order(llama_context* context, const llama_batch& batch);
+
+/// The graph of a ubatch, built but not computed; valid until the next call for the same context.
+ggml_cgraph* reserve_graph(llama_context* context, uint32_t n_tokens, uint32_t n_outputs);
+
+}  // namespace llamatap::internals

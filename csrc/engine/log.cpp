@@ -1,0 +1,90 @@
+#include "engine/log.hpp"
+
+#include <ggml-backend.h>
+#include <llama.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <deque>
+#include <mutex>
+
+namespace llamatap {
+
+namespace {
+
+constexpr size_t kMaxLines = 4096;
+
+thread_local LogScope* current_scope = nullptr;
+// The engine writes a line in pieces; each thread has one open line at most.
+thread_local std::string open_line;
+thread_local LogLevel open_level = LogLevel::info;
+
+}  // namespace
+
+struct LogSink {
+  std::mutex mutex;
+  std::deque<LogLine> lines;
+
+  void take(LogLevel level, std::string text) {
+    if (current_scope != nullptr && (level == LogLevel::error || level == LogLevel::warning)) {
+      auto& collected = current_scope->text_;
+      if (!collected.empty()) collected += "; ";
+      collected += text;
+    }
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (lines.size() == kMaxLines) lines.pop_front();
+    lines.push_back({level, std::move(text)});
+  }
+
+  static LogSink& instance() {
+    // Never destroyed: the engine may log from static destructors.
+    static auto* sink = new LogSink;
+    return *sink;
+  }
+
+  static void on_log(ggml_log_level level, const char* text, void*) noexcept try {
+    if (level != GGML_LOG_LEVEL_CONT) {
+      open_line.clear();
+      open_level = level == GGML_LOG_LEVEL_ERROR  ? LogLevel::error
+                   : level == GGML_LOG_LEVEL_WARN ? LogLevel::warning
+                   : level == GGML_LOG_LEVEL_INFO ? LogLevel::info
+                                                  : LogLevel::debug;
+    }
+    open_line += text;
+    if (!open_line.empty() && open_line.back() == '\n') {
+      open_line.pop_back();
+      instance().take(open_level, std::move(open_line));
+      open_line.clear();
+    }
+  } catch (...) {
+    // A lost log line must not end the process.
+  }
+
+  // The engine calls this just before abort(): the only words that the user will get.
+  static void on_abort(const char* message) noexcept {
+    const char note[] = "\nllamatap: the engine aborted the process; please report this\n";
+    ssize_t written = write(STDERR_FILENO, message, std::strlen(message));
+    written = write(STDERR_FILENO, note, sizeof note - 1);
+    (void)written;
+  }
+};
+
+void install_log_sink() {
+  llama_log_set(&LogSink::on_log, nullptr);
+  ggml_set_abort_callback(&LogSink::on_abort);
+}
+
+std::vector<LogLine> drain_log() {
+  auto& sink = LogSink::instance();
+  const std::lock_guard<std::mutex> lock(sink.mutex);
+  std::vector<LogLine> lines(std::make_move_iterator(sink.lines.begin()),
+                             std::make_move_iterator(sink.lines.end()));
+  sink.lines.clear();
+  return lines;
+}
+
+LogScope::LogScope() : outer_(current_scope) { current_scope = this; }
+
+LogScope::~LogScope() { current_scope = outer_; }
+
+}  // namespace llamatap

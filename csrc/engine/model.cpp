@@ -1,0 +1,219 @@
+#include "engine/model.hpp"
+
+#include <ggml.h>
+#include <gguf.h>
+#include <llama.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+
+#include "engine/error.hpp"
+#include "engine/internals.hpp"
+#include "engine/log.hpp"
+
+namespace llamatap {
+
+namespace {
+
+constexpr size_t kLongestArray = 1024;
+
+template <typename From, typename To>
+std::vector<To> copy_array(const gguf_context* file, int64_t key) {
+  const auto* data = static_cast<const From*>(gguf_get_arr_data(file, key));
+  return std::vector<To>(data, data + gguf_get_arr_n(file, key));
+}
+
+MetadataValue read_array(const gguf_context* file, int64_t key) {
+  switch (gguf_get_arr_type(file, key)) {
+    case GGUF_TYPE_UINT8:
+      return copy_array<uint8_t, uint64_t>(file, key);
+    case GGUF_TYPE_INT8:
+      return copy_array<int8_t, int64_t>(file, key);
+    case GGUF_TYPE_UINT16:
+      return copy_array<uint16_t, uint64_t>(file, key);
+    case GGUF_TYPE_INT16:
+      return copy_array<int16_t, int64_t>(file, key);
+    case GGUF_TYPE_UINT32:
+      return copy_array<uint32_t, uint64_t>(file, key);
+    case GGUF_TYPE_INT32:
+      return copy_array<int32_t, int64_t>(file, key);
+    case GGUF_TYPE_UINT64:
+      return copy_array<uint64_t, uint64_t>(file, key);
+    case GGUF_TYPE_INT64:
+      return copy_array<int64_t, int64_t>(file, key);
+    case GGUF_TYPE_FLOAT32:
+      return copy_array<float, double>(file, key);
+    case GGUF_TYPE_FLOAT64:
+      return copy_array<double, double>(file, key);
+    case GGUF_TYPE_BOOL:
+      return copy_array<int8_t, bool>(file, key);
+    case GGUF_TYPE_STRING: {
+      std::vector<std::string> strings;
+      for (size_t i = 0; i < gguf_get_arr_n(file, key); ++i) {
+        strings.emplace_back(gguf_get_arr_str(file, key, i));
+      }
+      return strings;
+    }
+    default:
+      throw ModelLoadFailed(std::string("metadata key ") + gguf_get_key(file, key) + " has an unknown type");
+  }
+}
+
+MetadataValue read_value(const gguf_context* file, int64_t key) {
+  switch (gguf_get_kv_type(file, key)) {
+    case GGUF_TYPE_UINT8:
+      return uint64_t{gguf_get_val_u8(file, key)};
+    case GGUF_TYPE_INT8:
+      return int64_t{gguf_get_val_i8(file, key)};
+    case GGUF_TYPE_UINT16:
+      return uint64_t{gguf_get_val_u16(file, key)};
+    case GGUF_TYPE_INT16:
+      return int64_t{gguf_get_val_i16(file, key)};
+    case GGUF_TYPE_UINT32:
+      return uint64_t{gguf_get_val_u32(file, key)};
+    case GGUF_TYPE_INT32:
+      return int64_t{gguf_get_val_i32(file, key)};
+    case GGUF_TYPE_UINT64:
+      return gguf_get_val_u64(file, key);
+    case GGUF_TYPE_INT64:
+      return gguf_get_val_i64(file, key);
+    case GGUF_TYPE_FLOAT32:
+      return double{gguf_get_val_f32(file, key)};
+    case GGUF_TYPE_FLOAT64:
+      return gguf_get_val_f64(file, key);
+    case GGUF_TYPE_BOOL:
+      return gguf_get_val_bool(file, key);
+    case GGUF_TYPE_STRING:
+      return std::string(gguf_get_val_str(file, key));
+    case GGUF_TYPE_ARRAY:
+      return read_array(file, key);
+    default:
+      throw ModelLoadFailed(std::string("metadata key ") + gguf_get_key(file, key) + " has an unknown type");
+  }
+}
+
+std::string said(const LogScope& log) {
+  return log.text().empty() ? std::string("the engine gave no reason") : log.text();
+}
+
+}  // namespace
+
+Metadata read_metadata(const std::string& path) {
+  const LogScope log;
+  const std::unique_ptr<gguf_context, decltype(&gguf_free)> file(
+      gguf_init_from_file(path.c_str(), {/*no_alloc=*/true, /*ctx=*/nullptr}), &gguf_free);
+  if (!file) throw ModelLoadFailed(path + " is not a readable GGUF file: " + said(log));
+  Metadata metadata;
+  for (int64_t key = 0; key < gguf_get_n_kv(file.get()); ++key) {
+    const bool is_array = gguf_get_kv_type(file.get(), key) == GGUF_TYPE_ARRAY;
+    if (is_array && gguf_get_arr_n(file.get(), key) > kLongestArray) continue;
+    metadata.emplace(gguf_get_key(file.get(), key), read_value(file.get(), key));
+  }
+  return metadata;
+}
+
+void Model::Free::operator()(llama_model* model) const { llama_model_free(model); }
+
+Model::Model(std::unique_ptr<llama_model, Free> model, std::string path, const ModelOptions& options,
+             Metadata metadata)
+    : model_(std::move(model)),
+      path_(std::move(path)),
+      options_(options),
+      metadata_(std::move(metadata)),
+      vocab_(llama_model_get_vocab(model_.get())),
+      process_(static_cast<int32_t>(getpid())) {}
+
+std::shared_ptr<Model> Model::load(const std::string& path, const ModelOptions& options,
+                                   const std::function<bool(float)>& progress) {
+  auto metadata = read_metadata(path);
+
+  struct Progress {
+    std::atomic<float> fraction{0.0F};
+    std::atomic<bool>* stop = nullptr;
+  } state;
+  auto params = llama_model_default_params();
+  // An empty list keeps a model without GPU layers off the GPU altogether.
+  std::array<ggml_backend_dev_t, 1> no_devices{nullptr};
+  if (options.n_gpu_layers == 0) params.devices = no_devices.data();
+  params.n_gpu_layers = options.n_gpu_layers;
+  params.load_mode = options.use_mmap ? LLAMA_LOAD_MODE_MMAP : LLAMA_LOAD_MODE_NONE;
+  params.load_mtp = options.load_mtp;
+  params.vocab_only = options.vocab_only;
+  params.progress_callback_user_data = &state;
+  params.progress_callback = [](float fraction, void* data) {
+    auto* shared = static_cast<Progress*>(data);
+    shared->fraction = fraction;
+    return !*shared->stop;
+  };
+
+  std::unique_ptr<llama_model, Free> model;
+  std::string reason;
+  bool stopped = false;
+  run_polling(
+      [&](std::atomic<bool>& stop) {
+        const LogScope log;
+        state.stop = &stop;
+        model.reset(llama_model_load_from_file(path.c_str(), params));
+        reason = said(log);
+        stopped = stop;
+      },
+      [&] { return progress && progress(state.fraction); });
+  if (stopped) throw Interrupted();
+  if (!model) throw ModelLoadFailed("cannot load " + path + ": " + reason);
+  if (progress) progress(1.0F);
+  // The constructor is private.
+  return std::shared_ptr<Model>(new Model(std::move(model), path, options, std::move(metadata)));
+}
+
+std::string Model::arch() const {
+  const auto found = metadata_.find("general.architecture");
+  const auto* name = found == metadata_.end() ? nullptr : std::get_if<std::string>(&found->second);
+  return name == nullptr ? std::string("unknown") : *name;
+}
+
+std::string Model::description() const {
+  std::array<char, 256> buffer{};
+  llama_model_desc(model_.get(), buffer.data(), buffer.size());
+  return buffer.data();
+}
+
+
+std::string Model::file_type() const {
+  // The engine puts words around it: "Q4_1", "Q4_K - Medium", "all F32", "(guessed) F16".
+  std::string name = llama_ftype_name(llama_model_ftype(model_.get()));
+  const std::string guessed = "(guessed) ";
+  if (name.rfind(guessed, 0) == 0) name.erase(0, guessed.size());
+  return name == "all F32" ? "F32" : name;
+}
+
+int32_t Model::n_layer() const { return llama_model_n_layer(model_.get()); }
+int32_t Model::n_embd() const { return llama_model_n_embd(model_.get()); }
+int32_t Model::n_embd_input() const { return llama_model_n_embd_inp(model_.get()); }
+int32_t Model::n_ctx_train() const { return llama_model_n_ctx_train(model_.get()); }
+uint64_t Model::n_params() const { return llama_model_n_params(model_.get()); }
+uint64_t Model::size_bytes() const { return llama_model_size(model_.get()); }
+bool Model::has_encoder() const { return llama_model_has_encoder(model_.get()); }
+bool Model::has_decoder() const { return llama_model_has_decoder(model_.get()); }
+bool Model::is_recurrent() const { return llama_model_is_recurrent(model_.get()); }
+bool Model::is_hybrid() const { return llama_model_is_hybrid(model_.get()); }
+
+int32_t Model::n_positions() const {
+  const auto type = llama_model_rope_type(model_.get());
+  return type == LLAMA_ROPE_TYPE_MROPE || type == LLAMA_ROPE_TYPE_IMROPE ? 4 : 1;
+}
+
+std::optional<std::string> Model::chat_template(const std::optional<std::string>& name) const {
+  const char* text = llama_model_chat_template(model_.get(), name ? name->c_str() : nullptr);
+  if (text == nullptr) return std::nullopt;
+  return std::string(text);
+}
+
+std::vector<std::string> Model::device_names() const { return internals::device_names(model_.get()); }
+
+std::vector<float> Model::token_embeddings(const std::vector<int32_t>& tokens) const {
+  for (const int32_t token : tokens) vocab_.check(token);
+  return internals::token_embedding_rows(model_.get(), tokens);
+}
+
+}  // namespace llamatap

@@ -1,0 +1,88 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "engine/vocab.hpp"
+#include "engine/worker.hpp"
+
+struct llama_model;
+
+namespace llamatap {
+
+struct ModelOptions {
+  int32_t n_gpu_layers = 0;
+  bool use_mmap = true;
+  bool load_mtp = false;
+  bool vocab_only = false;
+};
+
+using MetadataValue = std::variant<bool, int64_t, uint64_t, double, std::string, std::vector<bool>,
+                                   std::vector<int64_t>, std::vector<uint64_t>, std::vector<double>,
+                                   std::vector<std::string>>;
+using Metadata = std::map<std::string, MetadataValue>;
+
+/// The metadata of a GGUF file. Arrays of more than 1,024 elements (the vocabulary) are left out.
+/// Throws ModelLoadFailed when `path` is no readable GGUF file.
+Metadata read_metadata(const std::string& path);
+
+/// A loaded model. Contexts hold it, so it outlives them.
+class Model {
+ public:
+  /// `progress` is shown how much is loaded, in 0..1, about every 50 ms on the calling thread; true ends
+  /// the loading with Interrupted. Throws ModelLoadFailed with what the engine said.
+  static std::shared_ptr<Model> load(const std::string& path, const ModelOptions& options,
+                                     const std::function<bool(float)>& progress);
+
+  const std::string& path() const { return path_; }
+  const ModelOptions& options() const { return options_; }
+  const Metadata& metadata() const { return metadata_; }
+  const Vocab& vocab() const { return vocab_; }
+  llama_model* handle() const { return model_.get(); }
+  /// The id of the process that loaded the model: its threads do not survive a fork.
+  int32_t process() const { return process_; }
+
+  std::string arch() const;
+  std::string description() const;
+  std::string file_type() const;
+  int32_t n_layer() const;
+  int32_t n_embd() const;
+  /// Width of the embeddings that a batch may carry in place of tokens.
+  int32_t n_embd_input() const;
+  int32_t n_ctx_train() const;
+  uint64_t n_params() const;
+  uint64_t size_bytes() const;
+  bool has_encoder() const;
+  bool has_decoder() const;
+  bool is_recurrent() const;
+  bool is_hybrid() const;
+  /// Positions per embedding: 4 with M-RoPE, else 1.
+  int32_t n_positions() const;
+  std::optional<std::string> chat_template(const std::optional<std::string>& name) const;
+  /// Names of the devices that hold layers; empty when all are on the CPU.
+  std::vector<std::string> device_names() const;
+  /// The rows of the token embedding matrix, dequantised to float32: n * n_embd_row() values.
+  std::vector<float> token_embeddings(const std::vector<int32_t>& tokens) const;
+
+ private:
+  struct Free {
+    void operator()(llama_model* model) const;
+  };
+
+  Model(std::unique_ptr<llama_model, Free> model, std::string path, const ModelOptions& options,
+        Metadata metadata);
+
+  std::unique_ptr<llama_model, Free> model_;
+  std::string path_;
+  ModelOptions options_;
+  Metadata metadata_;
+  Vocab vocab_;
+  int32_t process_;
+};
+
+}  // namespace llamatap

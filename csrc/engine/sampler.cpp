@@ -1,0 +1,79 @@
+#include "engine/sampler.hpp"
+
+#include <llama.h>
+
+#include <cmath>
+
+#include "engine/error.hpp"
+
+namespace llamatap {
+
+namespace {
+
+void require(bool good, const char* what) {
+  if (!good) throw InvalidInput(what);
+}
+
+}  // namespace
+
+void Sampler::Free::operator()(llama_sampler* sampler) const { llama_sampler_free(sampler); }
+
+Sampler::Sampler(std::shared_ptr<Model> model, const SamplerOptions& options)
+    : model_(std::move(model)),
+      options_(options),
+      chain_(llama_sampler_chain_init(llama_sampler_chain_default_params())) {
+  require(std::isfinite(options.temperature) && options.temperature >= 0, "temperature must be finite and not negative");
+  require(options.top_k >= 0, "top_k must not be negative (0: off)");
+  require(options.top_p > 0 && options.top_p <= 1, "top_p must be in (0, 1]");
+  require(options.min_p >= 0 && options.min_p <= 1, "min_p must be in [0, 1]");
+  require(std::isfinite(options.repeat_penalty) && options.repeat_penalty > 0, "repeat_penalty must be above 0");
+  require(std::isfinite(options.frequency_penalty), "frequency_penalty must be finite");
+  require(std::isfinite(options.presence_penalty), "presence_penalty must be finite");
+  require(options.penalty_last_n >= 0, "penalty_last_n must not be negative (0: no penalties)");
+
+  const auto add = [&](llama_sampler* sampler) { llama_sampler_chain_add(chain_.get(), sampler); };
+  const bool penalties =
+      options.repeat_penalty != 1 || options.frequency_penalty != 0 || options.presence_penalty != 0;
+  if (penalties && options.penalty_last_n > 0) {
+    add(llama_sampler_init_penalties(model_->vocab().size(), options.penalty_last_n, options.repeat_penalty,
+                                     options.frequency_penalty, options.presence_penalty));
+  }
+  if (options.temperature == 0) {
+    add(llama_sampler_init_greedy());
+    return;
+  }
+  if (options.top_k > 0) add(llama_sampler_init_top_k(options.top_k));
+  if (options.top_p < 1) add(llama_sampler_init_top_p(options.top_p, 1));
+  if (options.min_p > 0) add(llama_sampler_init_min_p(options.min_p, 1));
+  add(llama_sampler_init_temp(options.temperature));
+  add(llama_sampler_init_dist(options.seed));
+}
+
+int32_t Sampler::sample(const float* logits, int32_t n_vocab) {
+  if (n_vocab != model_->vocab().size()) {
+    throw InvalidInput("expected " + std::to_string(model_->vocab().size()) + " logits, found " +
+                       std::to_string(n_vocab));
+  }
+  std::vector<llama_token_data> candidates(static_cast<size_t>(n_vocab));
+  for (int32_t token = 0; token < n_vocab; ++token) {
+    if (std::isnan(logits[token])) throw InvalidInput("the logits hold NaN (token " + std::to_string(token) + ")");
+    candidates[token] = {token, logits[token], 0.0F};
+  }
+  llama_token_data_array array{candidates.data(), candidates.size(), -1, false};
+  llama_sampler_apply(chain_.get(), &array);
+  if (array.selected < 0 || array.selected >= static_cast<int64_t>(array.size)) {
+    throw EngineFailed("the sampler chain chose no token");
+  }
+  const int32_t token = array.data[array.selected].id;
+  llama_sampler_accept(chain_.get(), token);
+  return token;
+}
+
+void Sampler::accept(int32_t token) {
+  model_->vocab().check(token);
+  llama_sampler_accept(chain_.get(), token);
+}
+
+void Sampler::reset() { llama_sampler_reset(chain_.get()); }
+
+}  // namespace llamatap

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "engine/model.hpp"
+
+struct llama_sampler;
+
+namespace llamatap {
+
+struct SamplerOptions {
+  float temperature = 0.0F;  // 0: greedy
+  int32_t top_k = 0;         // 0: off
+  float top_p = 1.0F;        // 1: off
+  float min_p = 0.0F;        // 0: off
+  float repeat_penalty = 1.0F;
+  float frequency_penalty = 0.0F;
+  float presence_penalty = 0.0F;
+  int32_t penalty_last_n = 64;  // 0: no penalties
+  uint32_t seed = 0;
+};
+
+/// The engine's sampler chain, in this order: penalties, top-k, top-p, min-p, temperature, draw. Holds
+/// the recent tokens (for the penalties) and the state of the random numbers.
+class Sampler {
+ public:
+  Sampler(std::shared_ptr<Model> model, const SamplerOptions& options);
+
+  const SamplerOptions& options() const { return options_; }
+  /// Draws a token from `n_vocab` logits and takes note of it.
+  int32_t sample(const float* logits, int32_t n_vocab);
+  /// Takes note of a token that was not drawn here.
+  void accept(int32_t token);
+  /// Back to the start: no tokens noted, random numbers from the seed.
+  void reset();
+
+ private:
+  struct Free {
+    void operator()(llama_sampler* sampler) const;
+  };
+
+  std::shared_ptr<Model> model_;
+  SamplerOptions options_;
+  std::unique_ptr<llama_sampler, Free> chain_;
+};
+
+}  // namespace llamatap

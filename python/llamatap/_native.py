@@ -1,0 +1,72 @@
+"""Brings up the native core: imports it, loads the engine's back ends, passes its log lines on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+# Without this the engine installs a terminate handler that starts a debugger; it looks once, when loaded.
+_had_variable = "GGML_NO_BACKTRACE" in os.environ
+os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+from llamatap import _core  # noqa: E402
+
+if not _had_variable:
+    del os.environ["GGML_NO_BACKTRACE"]
+
+__all__ = ["_core", "build_config", "default_threads", "ensure_backends", "flush_log"]
+
+_logger = logging.getLogger("llamatap")
+_logger.addHandler(logging.NullHandler())
+_loaded = False
+
+
+def ensure_backends() -> None:
+    """Load the engine's back ends; the first call does, later ones do nothing."""
+    global _loaded
+    if not _loaded:
+        _core.load_backends(str(Path(_core.__file__).parent / "lib"))
+        _loaded = True
+        flush_log()
+
+
+def flush_log() -> None:
+    """Hand the engine's waiting log lines to the logger ``llamatap``."""
+    for level, text in _core.drain_log():
+        if text:
+            _logger.log(level, "%s", text)
+
+
+def default_threads() -> int:
+    """The number of physical cores that this process may run on."""
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    if cpus is None:
+        return max(1, os.cpu_count() or 1)
+    cores = set()
+    for cpu in cpus:
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            cores.add(siblings.read_text())
+        except OSError:
+            return max(1, len(cpus))
+    return max(1, len(cores))
+
+
+def build_config() -> dict[str, Any]:
+    """How this build was made and what it runs on.
+
+    :returns: ``version``, ``engine_commit`` (llama.cpp), ``compiler``, ``build_type``, ``portable``
+        (CPU kernels chosen at run time), ``openmp``, ``sanitize``, ``platform``, ``cpu_features`` (the
+        instruction sets of the CPU back end in use) and ``devices`` (name, description, kind,
+        memory_total in bytes).
+    """
+    ensure_backends()
+    config: dict[str, Any] = dict(_core.build_info())
+    config["portable"] = config["portable"] == "ON"
+    config["openmp"] = config["openmp"] == "ON"
+    config["platform"] = f"{platform.system()} {platform.machine()}"
+    config["cpu_features"] = [name for name, value in _core.cpu_features() if value == "1"]
+    config["devices"] = _core.devices()
+    return config

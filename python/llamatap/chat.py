@@ -1,0 +1,63 @@
+"""Chat templates: Jinja2 as models bring it, in a sandbox."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from llamatap.errors import InvalidInputError
+
+__all__ = ["render"]
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise InvalidInputError(f"the chat template refuses these messages: {message}")
+
+
+def _strftime_now(format_: str) -> str:
+    return datetime.datetime.now().strftime(format_)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML, which no model was trained on.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    """Render a chat template.
+
+    The environment is what transformers gives its templates: ``trim_blocks``, ``lstrip_blocks``, loop
+    controls, ``raise_exception``, ``strftime_now`` and a plain ``tojson``. It is immutable and sandboxed:
+    a template comes with a model file, from anywhere.
+
+    :raises InvalidInputError: the template is broken, or refuses the messages.
+    """
+    # Imported here: many uses of llamatap never render a template.
+    from jinja2 import TemplateError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    try:
+        return environment.from_string(template).render(
+            messages=[dict(message) for message in messages], **variables
+        )
+    except InvalidInputError:
+        raise
+    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        raise InvalidInputError(f"the chat template failed: {error}") from error

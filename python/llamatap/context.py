@@ -1,0 +1,406 @@
+"""Contexts: a model with memory, decoding batches, tapped or not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+import zlib
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from llamatap import layers as layer_ids
+from llamatap._native import _core, default_threads, flush_log
+from llamatap.errors import ClosedError, InvalidInputError
+from llamatap.layers import LayerId
+from llamatap.model import Model
+from llamatap.states import Source, States, dtype_name, typed_view
+
+__all__ = ["Batch", "Context", "ContextOptions", "Memory", "Tap"]
+
+Batch = _core.Batch
+
+_STATE_MAGIC = b"llamatap-state-1"
+
+
+class ContextOptions(TypedDict, total=False):
+    """The keyword arguments of :class:`Context`."""
+
+    n_ctx: int
+    n_batch: int
+    n_ubatch: int
+    n_seq_max: int
+    n_threads: int | None
+    type_k: str
+    type_v: str
+    flash_attn: bool | None
+    kv_unified: bool
+    swa_full: bool
+    n_rs_seq: int
+    n_outputs_max: int
+
+
+def _count(name: str, value: int, low: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise InvalidInputError(f"{name} must be an integer, not {value!r}")
+    if not low <= value <= 2**31 - 1:
+        raise InvalidInputError(f"{name} must be in {low}..2**31-1, not {value}")
+    return int(value)
+
+
+class Memory:
+    """What a context remembers of its sequences: the KV cache, or the state of recurrent models.
+
+    Ranges of positions are half-open, ``[p0, p1)``; None stands for the start and for the end.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def clear(self) -> None:
+        """Forget all sequences."""
+        self._context.native.memory_clear()
+
+    def remove(self, seq: int, p0: int | None = None, p1: int | None = None) -> None:
+        """Forget the positions ``[p0, p1)`` of a sequence.
+
+        :raises UnsupportedError: a recurrent model cannot forget a part.
+        """
+        self._context.native.memory_remove(seq, _position(p0), _position(p1))
+
+    def copy(self, source: int, target: int, p0: int | None = None, p1: int | None = None) -> None:
+        """Let ``target`` have the positions ``[p0, p1)`` of ``source`` too.
+
+        :raises UnsupportedError: a part of a sequence, where only a whole one can be copied.
+        """
+        self._context.native.memory_copy(source, target, _position(p0), _position(p1))
+
+    def keep(self, seq: int) -> None:
+        """Forget all sequences but one."""
+        self._context.native.memory_keep(seq)
+
+    def shift(self, seq: int, p0: int | None, p1: int | None, delta: int) -> None:
+        """Move the positions ``[p0, p1)`` of a sequence by ``delta``.
+
+        :raises UnsupportedError: the model's positions cannot be moved.
+        """
+        self._context.native.memory_shift(seq, _position(p0), _position(p1), delta)
+
+    def first(self, seq: int) -> int:
+        """The first position of a sequence in memory; -1 when there is none."""
+        return self._context.native.memory_first(seq)
+
+    def last(self, seq: int) -> int:
+        """The last position of a sequence in memory; -1 when there is none."""
+        return self._context.native.memory_last(seq)
+
+
+def _position(position: int | None) -> int:
+    if position is None:
+        return -1
+    return _count("a position", position, 0)
+
+
+class Tap:
+    """Captures the states of each decode of a context while it is open; see :meth:`Context.tap`."""
+
+    def __init__(
+        self, layers: tuple[LayerId, ...], rows: Literal["all", "outputs"], dtype: str, n_layer: int
+    ) -> None:
+        self.layers = layers
+        self.rows = rows
+        self.dtype = dtype
+        self._n_layer = n_layer
+        self._last: States | None = None
+
+    @property
+    def states(self) -> States:
+        """The states of the last decode, rows in the order of the batch; with ``rows="outputs"``, of its
+        outputs alone. Arrays of earlier decodes stay valid.
+
+        :raises InvalidInputError: nothing was decoded yet.
+        """
+        if self._last is None:
+            raise InvalidInputError("nothing was decoded since the tap was opened")
+        return self._last
+
+
+class Context:
+    """A model with memory of its sequences. One thread at a time: a second one gets BusyError.
+
+    :param model: kept alive by the context.
+    :param n_ctx: tokens that fit, of all sequences together; 0 for what the model was trained with. The
+        engine rounds up to 256; :attr:`n_ctx` tells.
+    :param n_batch: the most tokens of one engine call; larger batches take several.
+    :param n_ubatch: the most tokens computed at once.
+    :param n_seq_max: sequence ids are 0..n_seq_max-1.
+    :param n_threads: None for the number of physical cores.
+    :param type_k: type of the K cache: f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0, q5_1.
+    :param type_v: type of the V cache.
+    :param flash_attn: None leaves it to the engine.
+    :param kv_unified: one cache for all sequences; False gives each its own n_ctx / n_seq_max tokens.
+    :param swa_full: keep all positions of sliding-window layers, so that suffixes can be removed.
+    :param n_rs_seq: how many tokens a recurrent or hybrid model can take back, where it can at all.
+    :param n_outputs_max: the most outputs computed at once; 0 for n_batch. A small number saves memory
+        in proportion to the vocabulary.
+    :raises InvalidInputError: an option is out of range.
+    :raises UnsupportedError: the engine cannot make such a context of this model.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        n_ctx: int = 0,
+        n_batch: int = 2048,
+        n_ubatch: int = 512,
+        n_seq_max: int = 1,
+        n_threads: int | None = None,
+        type_k: str = "f16",
+        type_v: str = "f16",
+        flash_attn: bool | None = None,
+        kv_unified: bool = True,
+        swa_full: bool = True,
+        n_rs_seq: int = 0,
+        n_outputs_max: int = 0,
+    ) -> None:
+        self._native: _core.Context | None = None
+        self._tap: Tap | None = None
+        self.model = model
+        #: The context's memory of its sequences.
+        self.memory = Memory(self)
+        self.type_k = type_k
+        self.type_v = type_v
+        self.kv_unified = bool(kv_unified)
+        self.n_seq_max = _count("n_seq_max", n_seq_max, 1)
+        native_model = model.native
+        try:
+            self._native = _core.Context(
+                native_model,
+                n_ctx=_count("n_ctx", n_ctx, 0),
+                n_batch=_count("n_batch", n_batch, 1),
+                n_ubatch=_count("n_ubatch", n_ubatch, 1),
+                n_seq_max=self.n_seq_max,
+                n_rs_seq=_count("n_rs_seq", n_rs_seq, 0),
+                n_outputs_max=_count("n_outputs_max", n_outputs_max, 0),
+                n_threads=default_threads() if n_threads is None else _count("n_threads", n_threads, 1),
+                type_k=type_k,
+                type_v=type_v,
+                flash_attention=-1 if flash_attn is None else int(bool(flash_attn)),
+                kv_unified=self.kv_unified,
+                swa_full=bool(swa_full),
+            )
+        finally:
+            flush_log()
+        self.source = Source(
+            model.path,
+            {
+                "arch": model.arch,
+                "file_type": model.file_type,
+                "n_layer": model.n_layer,
+                "n_embd": model.n_embd,
+                "engine_commit": _core.build_info()["engine_commit"],
+                "llamatap_version": _core.build_info()["version"],
+                "backend": ", ".join(model.devices) or "CPU",
+                "type_k": type_k,
+                "type_v": type_v,
+                "flash_attention": self.flash_attn,
+            },
+        )
+
+    @property
+    def native(self) -> _core.Context:
+        """The core's object. Private to the package.
+
+        :raises ClosedError: the context was closed.
+        """
+        if self._native is None:
+            raise ClosedError("the context was closed")
+        return self._native
+
+    @property
+    def closed(self) -> bool:
+        return self._native is None
+
+    def close(self) -> None:
+        """Free the context. Arrays that were captured stay valid."""
+        self._native = None
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self._native is None:
+            return "Context(closed)"
+        return f"Context({self.model.path.name!r}, n_ctx={self.n_ctx}, n_seq_max={self.n_seq_max})"
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that fit, of all sequences together."""
+        return self.native.n_ctx
+
+    @property
+    def n_batch(self) -> int:
+        """The most tokens of one engine call."""
+        return self.native.n_batch
+
+    @property
+    def n_ubatch(self) -> int:
+        """The most tokens computed at once."""
+        return self.native.n_ubatch
+
+    @property
+    def flash_attn(self) -> bool:
+        """Whether flash attention is in use."""
+        return self.native.flash_attention
+
+    def decode(self, batch: Batch) -> None:
+        """Compute a batch: its tokens enter the memory, its outputs get logits, an open tap its states.
+
+        Batches of any size and order are cut and arranged for the engine; results are numbered as the
+        entries are. Runs without the GIL; Ctrl-C ends it.
+
+        :raises InvalidInputError: a token, position, sequence or width is wrong.
+        :raises ContextFullError: it does not fit; with both numbers.
+        :raises BusyError: another thread uses this context.
+
+        After an error the memory is as before, save that a recurrent model may have lost the sequences of
+        the batch. Should anything be unclear, ``memory.last(seq)`` tells.
+        """
+        native = self.native
+        tap = self._tap
+        try:
+            if tap is None:
+                native.decode(batch)
+                return
+            tap._last = None
+            array, rows = native.decode_tapped(
+                self.model.layer_map,
+                layer_ids.slots(tap.layers, self.model.n_layer),
+                tap.dtype,
+                tap.rows == "outputs",
+                batch,
+            )
+        finally:
+            flush_log()
+        tokens = np.full(len(rows), -1, np.int32) if batch.n_embd else batch.tokens[rows]
+        tap._last = States(
+            typed_view(array, tap.dtype),
+            tokens,
+            tap.layers,
+            n_layer=self.model.n_layer,
+            source=self.source,
+            details={"rows": tap.rows},
+        )
+
+    def logits(self, row: int = -1) -> NDArray[np.float32]:
+        """The logits of an entry of the last batch: float32 ``(n_vocab,)``, a copy.
+
+        :param row: which entry; negative ones count from the end of the batch.
+        :raises InvalidInputError: no such entry, or it was not an output.
+        """
+        return self.native.logits(row)
+
+    @contextlib.contextmanager
+    def tap(
+        self,
+        layers: Iterable[LayerId] | LayerId = (-2,),
+        rows: Literal["all", "outputs"] = "all",
+        dtype: DTypeLike | str = np.float32,
+    ) -> Iterator[Tap]:
+        """Capture hidden states during the decodes inside of a ``with`` block.
+
+        :param layers: ids 0..n, negative from the end (-1 is H_n, pre-norm), ``"norm"`` for norm(H_n);
+            any subset, in any order, repeats kept.
+        :param rows: states of all entries of a batch, or of its outputs alone (cheaper for H_n).
+        :param dtype: float32, float16 or bfloat16.
+        :raises InvalidInputError: a layer or dtype is wrong, or another tap is open.
+
+        Logits are what they are without. ``rows="all"`` with H_n costs no output head on all rows.
+        """
+        if rows not in ("all", "outputs"):
+            raise InvalidInputError(f"rows must be 'all' or 'outputs', not {rows!r}")
+        wanted = layer_ids.normalize(layers, self.model.n_layer)
+        tap = Tap(wanted, rows, dtype_name(dtype), self.model.n_layer)
+        if self._tap is not None:
+            raise InvalidInputError("a tap is open on this context already; ask it for all layers")
+        self.native  # noqa: B018  a closed context is told now rather than at the first decode
+        self._tap = tap
+        try:
+            yield tap
+        finally:
+            self._tap = None
+
+    def _fingerprint(self) -> dict[str, Any]:
+        model = self.model
+        return {
+            "arch": model.arch,
+            "file_type": model.file_type,
+            "n_params": model.n_params,
+            "n_layer": model.n_layer,
+            "n_embd": model.n_embd,
+            "name": str(model.metadata.get("general.name", "")),
+            "type_k": self.type_k,
+            "type_v": self.type_v,
+            "flash_attn": self.flash_attn,
+            "engine": _core.build_info()["engine_commit"],
+        }
+
+    def save(self, seq: int = 0) -> bytes:
+        """The memory of a sequence, to be restored into this or a like context, under any id."""
+        state = self.native.save(seq)
+        header = json.dumps(self._fingerprint(), sort_keys=True).encode()
+        return b"".join(
+            (
+                _STATE_MAGIC,
+                struct.pack("<IQI", len(header), len(state), zlib.crc32(state)),
+                header,
+                state,
+            )
+        )
+
+    def restore(self, seq: int, data: bytes) -> None:
+        """Bring back what :meth:`save` gave, in place of what the sequence holds.
+
+        :raises InvalidInputError: truncated or changed data, or that of another model, cache type or
+            engine; the sequence is then as it was.
+        """
+        fixed = len(_STATE_MAGIC) + struct.calcsize("<IQI")
+        if len(data) < fixed or not data.startswith(_STATE_MAGIC):
+            raise InvalidInputError("this is no saved state of llamatap")
+        n_header, n_state, checksum = struct.unpack_from("<IQI", data, len(_STATE_MAGIC))
+        if len(data) != fixed + n_header + n_state:
+            raise InvalidInputError(
+                f"the saved state is truncated: expected {fixed + n_header + n_state} bytes, "
+                f"found {len(data)}"
+            )
+        header, state = data[fixed : fixed + n_header], data[fixed + n_header :]
+        if zlib.crc32(state) != checksum:
+            raise InvalidInputError("the saved state is damaged: its checksum does not match")
+        try:
+            found = json.loads(header)
+        except ValueError:
+            raise InvalidInputError("the saved state is damaged: its header is unreadable") from None
+        expected = self._fingerprint()
+        for key, value in expected.items():
+            if found.get(key) != value:
+                raise InvalidInputError(
+                    f"the saved state is of another context: its {key} is {found.get(key)!r}, "
+                    f"this one's is {value!r}"
+                )
+        try:
+            self.native.restore(seq, state)
+        finally:
+            flush_log()

@@ -1,0 +1,51 @@
+"""The errors of llamatap: one tree, whose leaves are also the built-in that a person would catch."""
+
+from __future__ import annotations
+
+__all__ = [
+    "BusyError",
+    "ClosedError",
+    "ContextFullError",
+    "EngineError",
+    "Error",
+    "InvalidInputError",
+    "ModelLoadError",
+    "ModelNotFoundError",
+    "UnsupportedError",
+]
+
+
+class Error(Exception):
+    """Base of all errors that llamatap raises on purpose."""
+
+
+class InvalidInputError(Error, ValueError):
+    """An argument is wrong: the message says what was expected and what was found."""
+
+
+class UnsupportedError(Error, NotImplementedError):
+    """The model, the build or the engine cannot do what was asked for."""
+
+
+class ModelLoadError(Error, OSError):
+    """The file cannot be loaded as a model: the message holds what the engine said."""
+
+
+class ModelNotFoundError(ModelLoadError, FileNotFoundError):
+    """There is no such file."""
+
+
+class ContextFullError(Error, MemoryError):
+    """The tokens do not fit into the context: the message gives both numbers."""
+
+
+class BusyError(Error, RuntimeError):
+    """Another thread is using this context."""
+
+
+class ClosedError(Error, ValueError):
+    """The model or context was closed."""
+
+
+class EngineError(Error, RuntimeError):
+    """The engine failed in a way that the arguments do not explain."""

@@ -1,0 +1,443 @@
+"""Extraction: hidden states of whole prompts, and nothing computed beyond the last layer wanted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from llamatap import layers as layer_ids
+from llamatap._native import _core, flush_log
+from llamatap.context import Context
+from llamatap.errors import BusyError, ContextFullError, InvalidInputError
+from llamatap.layers import LayerId
+from llamatap.model import Model, token_array
+from llamatap.states import States, dtype_name, typed_view
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from llamatap.context import ContextOptions
+
+__all__ = ["Extractor", "Input", "Pooling", "Window", "extract"]
+
+#: A prompt: text, or token ids.
+Input: TypeAlias = "str | Sequence[int] | NDArray[np.integer[Any]]"
+#: Positions [start, stop), as of a Python slice.
+Window: TypeAlias = "tuple[int | None, int | None]"
+Pooling = Literal["mean", "last", "max"]
+
+# The most prompts of one batch: more sequences cost memory in models with sliding windows.
+_MOST_SEQUENCES = 64
+
+
+@dataclass
+class _Job:
+    """A prompt, what is wanted of it, and where it goes."""
+
+    tokens: NDArray[np.int32]
+    begin: int
+    end: int
+    out: NDArray[Any]
+
+
+def _is_single(inputs: object) -> bool:
+    if isinstance(inputs, str):
+        return True
+    if isinstance(inputs, np.ndarray):
+        return inputs.ndim == 1 and inputs.dtype != object
+    if not isinstance(inputs, Sequence):
+        raise InvalidInputError(
+            f"inputs must be a str, token ids, or a list of either, not {type(inputs).__name__}"
+        )
+    if len(inputs) == 0:
+        raise InvalidInputError("inputs is empty")
+    return all(isinstance(item, (int, np.integer)) for item in inputs)
+
+
+def _check_out(out: object, shape: tuple[int, ...], dtype: str | None) -> NDArray[Any]:
+    if not isinstance(out, np.ndarray):
+        raise InvalidInputError(f"out must be a NumPy array, not {type(out).__name__}")
+    found = dtype_name(out.dtype)
+    if dtype is not None and found != dtype:
+        raise InvalidInputError(f"out is {found}, but dtype={dtype} was asked for")
+    if out.shape != shape:
+        raise InvalidInputError(f"out must have the shape {shape}, not {out.shape}")
+    if not out.flags.c_contiguous:
+        raise InvalidInputError("out must be C-contiguous")
+    if not out.flags.writeable:
+        raise InvalidInputError("out is read-only")
+    if not out.flags.aligned:
+        raise InvalidInputError("out is not aligned to its dtype")
+    return out
+
+
+def _bounds(window: Window | None, length: int) -> tuple[int, int]:
+    if window is None:
+        return 0, length
+    try:
+        start, stop = window
+        begin, end, _ = slice(start, stop).indices(length)
+    except (TypeError, ValueError):
+        raise InvalidInputError(
+            f"a window is a pair (start, stop) of integers or None, not {window!r}"
+        ) from None
+    if begin >= end:
+        raise InvalidInputError(f"window {window} holds no position of a prompt of {length} tokens")
+    return begin, end
+
+
+def _packs(lengths: Sequence[int], room: int, most: int) -> list[list[int]]:
+    """Group prompts so that each group fits into ``room`` tokens and ``most`` sequences.
+
+    First fit, longest first; a prompt that is longer than ``room`` has a group of its own.
+    """
+    packs: list[list[int]] = []
+    free: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = lengths[index]
+        for pack, left in enumerate(free):
+            if length <= left and len(packs[pack]) < most:
+                packs[pack].append(index)
+                free[pack] -= length
+                break
+        else:
+            packs.append([index])
+            free.append(room - length)
+    return packs
+
+
+class _Run:
+    """One call of extract: arguments checked, outputs ready, prompts not yet computed."""
+
+    def __init__(
+        self,
+        model: Model,
+        inputs: Input | Sequence[Input],
+        layers: Iterable[LayerId] | LayerId,
+        dtype: DTypeLike | str | None,
+        max_length: int | None,
+        window: Window | Sequence[Window | None] | None,
+        pool: Pooling | None,
+        out: NDArray[Any] | Sequence[NDArray[Any]] | None,
+    ) -> None:
+        self.layers = layer_ids.normalize(layers, model.n_layer)
+        self.slots = layer_ids.slots(self.layers, model.n_layer)
+        if pool not in (None, "mean", "last", "max"):
+            raise InvalidInputError(f"pool must be 'mean', 'last' or 'max', not {pool!r}")
+        self.pool = pool
+        if max_length is not None and max_length < 1:
+            raise InvalidInputError(f"max_length must be at least 1, not {max_length}")
+        self.max_length = max_length
+        self.single = _is_single(inputs)
+        prompts: Sequence[Any] = [inputs] if self.single else inputs  # type: ignore[assignment]
+        self.dtype = None if dtype is None else dtype_name(dtype)
+        outs = self._one_each("out", out, len(prompts), isinstance(out, np.ndarray))
+        windows = self._one_each("window", window, len(prompts), isinstance(window, tuple))
+        if self.dtype is None:
+            first = next((o for o in outs if isinstance(o, np.ndarray)), None)
+            self.dtype = "float32" if first is None else dtype_name(first.dtype)
+
+        self.jobs: list[_Job] = []
+        for index, prompt in enumerate(prompts):
+            where = "" if self.single else f"input {index}: "
+            try:
+                self.jobs.append(self._job(model, prompt, windows[index], outs[index]))
+            except InvalidInputError as error:
+                raise InvalidInputError(f"{where}{error}") from None
+
+    def _one_each(self, name: str, value: Any, count: int, is_one: bool) -> list[Any]:
+        if value is None:
+            return [None] * count
+        if is_one:
+            if name == "out" and not self.single:
+                raise InvalidInputError("a list of inputs takes a list of outs, one each")
+            return [value] * count
+        if self.single or not isinstance(value, Sequence):
+            raise InvalidInputError(f"{name} must be one for each input, not {type(value).__name__}")
+        if len(value) != count:
+            raise InvalidInputError(f"there are {count} inputs, but {len(value)} entries in {name}")
+        return list(value)
+
+    def _job(self, model: Model, prompt: Input, window: Window | None, out: object) -> _Job:
+        tokens = model.tokenize(prompt) if isinstance(prompt, str) else token_array(prompt)
+        if self.max_length is not None:
+            tokens = tokens[: self.max_length]
+        if len(tokens) == 0:
+            raise InvalidInputError("the prompt has no tokens")
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= model.n_vocab:
+            raise InvalidInputError(
+                f"token ids must be in 0..{model.n_vocab - 1}; found {low}..{high}"
+            )
+        begin, end = _bounds(window, len(tokens))
+        rows = () if self.pool is not None else (end - begin,)
+        shape = (*rows, len(self.layers), model.n_embd)
+        assert self.dtype is not None
+        if out is None:
+            array = typed_view(_core.allocate(shape, self.dtype), self.dtype)
+        else:
+            array = _check_out(out, shape, self.dtype)
+        return _Job(tokens, begin, end, array)
+
+    def compute(self, context: Context) -> list[States]:
+        model = context.model
+        longest = max(len(job.tokens) for job in self.jobs)
+        if longest > context.n_ctx:
+            raise ContextFullError(
+                f"a prompt of {longest} tokens does not fit into a context of {context.n_ctx} (n_ctx); "
+                "cut it with max_length, or make a larger context"
+            )
+        native = context.native
+        most = context.n_seq_max if context.kv_unified else 1
+        room = min(context.n_ubatch, context.n_ctx)
+        assert self.dtype is not None
+        try:
+            for pack in _packs([len(job.tokens) for job in self.jobs], room, most):
+                native.extract(
+                    model.layer_map,
+                    self.slots,
+                    self.dtype,
+                    [
+                        (
+                            np.ascontiguousarray(job.tokens),
+                            job.begin,
+                            job.end,
+                            self.pool or "none",
+                            job.out.reshape(-1).view(np.uint8),
+                        )
+                        for job in (self.jobs[index] for index in pack)
+                    ],
+                )
+        finally:
+            flush_log()
+        return [self._states(context, job) for job in self.jobs]
+
+    def _states(self, context: Context, job: _Job) -> States:
+        array = job.out.view()
+        array.flags.writeable = False
+        return States(
+            array,
+            job.tokens[job.begin : job.end],
+            self.layers,
+            n_layer=context.model.n_layer,
+            source=context.source,
+            details={
+                "window": [job.begin, job.end],
+                "pooling": self.pool,
+                "max_length": self.max_length,
+            },
+        )
+
+
+class Extractor:
+    """Extraction with the sizes in your hands: a model and a context that fits the work.
+
+    :param model: the model.
+    :param options: those of :class:`llamatap.Context`, e.g. ``type_k="f32"`` or ``flash_attn=False``.
+        Where ``n_ctx``, ``n_seq_max`` or ``n_outputs_max`` are not given, they are sized to the work of
+        each call; the context is kept and made anew only when it is too small.
+
+    >>> extractor = Extractor(model, n_ubatch=256)                      # doctest: +SKIP
+    >>> states = extractor(["first prompt", "second"], layers=[-2])     # doctest: +SKIP
+    """
+
+    def __init__(self, model: Model, **options: Unpack[ContextOptions]) -> None:
+        self.model = model
+        self._options = options
+        self._context: Context | None = None
+        self._has_outputs = False
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Free the context."""
+        if self._context is not None:
+            self._context.close()
+            self._context = None
+
+    def __enter__(self) -> Extractor:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _fit(self, run: _Run) -> Context:
+        """The kept context when it is large enough for this work, else a new one."""
+        lengths = [len(job.tokens) for job in run.jobs]
+        nodes = self.model.layer_map.nodes
+        outputs = any(nodes[slot][1] for slot in run.slots)
+        n_seq = 1
+        while n_seq < min(len(lengths), _MOST_SEQUENCES):
+            n_seq *= 2
+        options = self._options.copy()
+        n_ubatch = options.setdefault("n_ubatch", 512)
+        old = self._context
+        n_ctx = max(*lengths, n_ubatch)
+        if old is not None and not old.closed:
+            grows = old.n_ctx < n_ctx and "n_ctx" not in options
+            splits = old.n_seq_max < n_seq and "n_seq_max" not in options
+            if not grows and not splits and (self._has_outputs or not outputs):
+                return old
+            n_ctx = max(n_ctx, old.n_ctx)
+            n_seq = max(n_seq, old.n_seq_max)
+            outputs = outputs or self._has_outputs
+            self.close()
+        options.setdefault("n_ctx", n_ctx)
+        options.setdefault("n_seq_max", n_seq)
+        if not outputs:
+            # No output head is ever computed: its buffers can be small.
+            options.setdefault("n_outputs_max", 1)
+        self._context = Context(self.model, **options)
+        self._has_outputs = outputs
+        return self._context
+
+    @overload
+    def __call__(
+        self,
+        inputs: Input,
+        layers: Iterable[LayerId] | LayerId = ...,
+        *,
+        dtype: DTypeLike | str | None = ...,
+        max_length: int | None = ...,
+        window: Window | None = ...,
+        pool: Pooling | None = ...,
+        out: NDArray[Any] | None = ...,
+    ) -> States: ...
+
+    @overload
+    def __call__(
+        self,
+        inputs: Sequence[Input],
+        layers: Iterable[LayerId] | LayerId = ...,
+        *,
+        dtype: DTypeLike | str | None = ...,
+        max_length: int | None = ...,
+        window: Window | Sequence[Window | None] | None = ...,
+        pool: Pooling | None = ...,
+        out: Sequence[NDArray[Any]] | None = ...,
+    ) -> list[States]: ...
+
+    def __call__(
+        self,
+        inputs: Input | Sequence[Input],
+        layers: Iterable[LayerId] | LayerId = (-2,),
+        *,
+        dtype: DTypeLike | str | None = None,
+        max_length: int | None = None,
+        window: Window | Sequence[Window | None] | None = None,
+        pool: Pooling | None = None,
+        out: NDArray[Any] | Sequence[NDArray[Any]] | None = None,
+    ) -> States | list[States]:
+        """See :func:`llamatap.extract`."""
+        run = _Run(self.model, inputs, layers, dtype, max_length, window, pool, out)
+        if not self._lock.acquire(blocking=False):
+            raise BusyError(
+                "another thread is extracting with this model; give each thread an Extractor of its own"
+            )
+        try:
+            longest = max(len(job.tokens) for job in run.jobs)
+            limit = self._options.get("n_ctx") or self.model.n_ctx_train
+            if longest > limit > 0:
+                raise ContextFullError(
+                    f"a prompt of {longest} tokens is longer than the {limit} that the model was "
+                    "trained for or n_ctx allows; cut it with max_length, or give n_ctx"
+                )
+            states = run.compute(self._fit(run))
+        finally:
+            self._lock.release()
+        return states[0] if run.single else states
+
+
+@overload
+def extract(
+    model_or_context: Model | Context,
+    inputs: Input,
+    layers: Iterable[LayerId] | LayerId = ...,
+    *,
+    dtype: DTypeLike | str | None = ...,
+    max_length: int | None = ...,
+    window: Window | None = ...,
+    pool: Pooling | None = ...,
+    out: NDArray[Any] | None = ...,
+) -> States: ...
+
+
+@overload
+def extract(
+    model_or_context: Model | Context,
+    inputs: Sequence[Input],
+    layers: Iterable[LayerId] | LayerId = ...,
+    *,
+    dtype: DTypeLike | str | None = ...,
+    max_length: int | None = ...,
+    window: Window | Sequence[Window | None] | None = ...,
+    pool: Pooling | None = ...,
+    out: Sequence[NDArray[Any]] | None = ...,
+) -> list[States]: ...
+
+
+def extract(
+    model_or_context: Model | Context,
+    inputs: Input | Sequence[Input],
+    layers: Iterable[LayerId] | LayerId = (-2,),
+    *,
+    dtype: DTypeLike | str | None = None,
+    max_length: int | None = None,
+    window: Window | Sequence[Window | None] | None = None,
+    pool: Pooling | None = None,
+    out: NDArray[Any] | Sequence[NDArray[Any]] | None = None,
+) -> States | list[States]:
+    """The hidden states of prompts at the layers asked for.
+
+    :param model_or_context: a Model brings a context of its own, sized to the work and kept for the next
+        call. A Context must be empty, and is empty afterwards.
+    :param inputs: a text, token ids, or a list of either; a list gives a list. Texts are tokenised with
+        special tokens added and recognised.
+    :param layers: ids 0..n, negative from the end (-1 is H_n, pre-norm; -2 is what enters the last
+        block), ``"norm"`` for norm(H_n); any subset, in any order, repeats kept.
+    :param dtype: float32 (unless said here or given by ``out``), float16 or bfloat16; converted while
+        copying, to nearest even.
+    :param max_length: cut prompts on the right to this many tokens.
+    :param window: positions [start, stop) that are wanted, as of a slice; one, or one for each input.
+        What lies outside takes no memory.
+    :param pool: "mean", "last" or "max" over the window instead of a row a token; raw otherwise, and
+        never normalised.
+    :param out: a C-contiguous array (or memmap) to write into, ``(n_tokens, n_layers, n_embd)``, or
+        ``(n_layers, n_embd)`` with ``pool``; a list of them for a list of inputs.
+    :returns: :class:`llamatap.States`, or a list of them, in the order of the inputs.
+    :raises InvalidInputError: an argument is wrong; nothing was computed.
+    :raises ContextFullError: a prompt is too long; with both numbers.
+    :raises UnsupportedError: the model carries no single residual stream.
+    :raises BusyError: another thread uses the context.
+
+    Nothing after the last wanted layer is computed, the output head included. Many short prompts share
+    batches. Runs without the GIL; Ctrl-C ends it.
+    """
+    if isinstance(model_or_context, Model):
+        extractor = model_or_context.extractor
+        return extractor(  # type: ignore[call-overload,no-any-return]
+            inputs,
+            layers,
+            dtype=dtype,
+            max_length=max_length,
+            window=window,
+            pool=pool,
+            out=out,
+        )
+    if not isinstance(model_or_context, Context):
+        raise InvalidInputError(
+            f"expected a Model or a Context, found {type(model_or_context).__name__}"
+        )
+    run = _Run(model_or_context.model, inputs, layers, dtype, max_length, window, pool, out)
+    states = run.compute(model_or_context)
+    return states[0] if run.single else states

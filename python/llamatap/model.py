@@ -1,0 +1,338 @@
+"""Loaded models."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from llamatap import chat
+from llamatap._native import _core, ensure_backends, flush_log
+from llamatap.errors import (
+    ClosedError,
+    InvalidInputError,
+    ModelLoadError,
+    ModelNotFoundError,
+    UnsupportedError,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from llamatap.context import Context, ContextOptions
+    from llamatap.extract import Extractor
+
+__all__ = ["Model", "token_array"]
+
+
+def token_array(tokens: ArrayLike) -> NDArray[np.int32]:
+    """Token ids as int32 ``(n,)``; a copy unless they are that already.
+
+    :raises InvalidInputError: not integers, not one-dimensional, or beyond 32 bits.
+    """
+    array = np.asarray(tokens)
+    if array.size == 0 and array.ndim == 1:
+        return np.zeros(0, np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InvalidInputError(
+            f"token ids must be a one-dimensional sequence of integers, not {array.dtype} of "
+            f"shape {array.shape}"
+        )
+    if array.dtype != np.int32:
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high > np.iinfo(np.int32).max:
+            raise InvalidInputError(f"token ids must be in 0..2**31-1; found {low}..{high}")
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def _utf8(text: str) -> bytes:
+    if not isinstance(text, str):
+        raise InvalidInputError(f"expected a str, found {type(text).__name__}")
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(f"the text is not valid Unicode: {error}") from error
+
+
+class Model:
+    """A model loaded from a GGUF file.
+
+    :param path: the file (of a split model: the first one).
+    :param n_gpu_layers: how many layers to put on the GPU; -1 for all. 0 uses no GPU at all.
+    :param use_mmap: map the file instead of reading it.
+    :param load_mtp: load the model's own multi-token-prediction blocks too.
+    :param vocab_only: load the tokenizer and the metadata alone.
+    :param progress: called with the fraction loaded, in 0..1, about every 50 ms.
+    :raises ModelNotFoundError: there is no such file.
+    :raises ModelLoadError: the file cannot be loaded; with what the engine said.
+
+    A model can be shared by contexts in several threads. ``close()``, or leaving a ``with`` block, gives
+    up its memory once its contexts are closed too.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        n_gpu_layers: int = 0,
+        use_mmap: bool = True,
+        load_mtp: bool = False,
+        vocab_only: bool = False,
+        progress: Callable[[float], object] | None = None,
+    ) -> None:
+        # Set first: __repr__ and close() work on a model that failed to load.
+        self._native: _core.Model | None = None
+        self._extractor: Extractor | None = None
+        self._lock = threading.Lock()
+        self.path = Path(path)
+        if self.path.is_dir():
+            raise ModelLoadError(f"{self.path} is a folder; give the GGUF file in it")
+        if not self.path.exists():
+            raise ModelNotFoundError(f"no such file: {self.path}")
+        ensure_backends()
+        if n_gpu_layers != 0 and all(d["kind"] not in ("gpu", "igpu") for d in _core.devices()):
+            warnings.warn(
+                f"n_gpu_layers={n_gpu_layers} has no effect: this build of llamatap has no GPU back "
+                "end, or there is no GPU. Build with: pip install llamatap --no-binary llamatap "
+                "-C cmake.define.GGML_CUDA=ON",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        try:
+            self._native = _core.Model.load(
+                os.fsencode(self.path),
+                n_gpu_layers=n_gpu_layers,
+                use_mmap=use_mmap,
+                load_mtp=load_mtp,
+                vocab_only=vocab_only,
+                progress=progress,
+            )
+        finally:
+            flush_log()
+
+    @property
+    def native(self) -> _core.Model:
+        """The core's object. Private to the package.
+
+        :raises ClosedError: the model was closed.
+        """
+        if self._native is None:
+            raise ClosedError(f"the model {self.path.name} was closed")
+        return self._native
+
+    @property
+    def closed(self) -> bool:
+        return self._native is None
+
+    def close(self) -> None:
+        """Give up the model; its memory is freed once its contexts are closed too."""
+        if self._extractor is not None:
+            self._extractor.close()
+            self._extractor = None
+        self.__dict__.pop("layer_map", None)
+        self._native = None
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self._native is None:
+            return f"Model({self.path.name!r}, closed)"
+        return (
+            f"Model({self.path.name!r}, arch={self.arch!r}, file_type={self.file_type!r}, "
+            f"n_layer={self.n_layer}, n_embd={self.n_embd}, n_vocab={self.n_vocab})"
+        )
+
+    @property
+    def arch(self) -> str:
+        """The architecture, as ``general.architecture`` of the file names it."""
+        return self.native.arch
+
+    @property
+    def description(self) -> str:
+        """The engine's words for the model: architecture, size, file type."""
+        return self.native.description
+
+    @property
+    def file_type(self) -> str:
+        """The quantisation, e.g. "F16", "Q4_1", "Q4_K - Medium"."""
+        return self.native.file_type
+
+    @property
+    def n_layer(self) -> int:
+        """The number of blocks n; layer ids are 0..n."""
+        return self.native.n_layer
+
+    @property
+    def n_embd(self) -> int:
+        """The width of the residual stream."""
+        return self.native.n_embd
+
+    @property
+    def n_embd_input(self) -> int:
+        """The width of embeddings that a batch may carry in place of tokens."""
+        return self.native.n_embd_input
+
+    @property
+    def n_vocab(self) -> int:
+        return self.native.n_vocab
+
+    @property
+    def n_ctx_train(self) -> int:
+        """The longest context that the model was trained for, in tokens."""
+        return self.native.n_ctx_train
+
+    @property
+    def n_params(self) -> int:
+        return self.native.n_params
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return self.native.size_bytes
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The file's metadata, without arrays of more than 1,024 elements (the vocabulary)."""
+        return dict(self.native.metadata)
+
+    @property
+    def bos_token(self) -> int | None:
+        return self.native.bos
+
+    @property
+    def eos_token(self) -> int | None:
+        return self.native.eos
+
+    @property
+    def devices(self) -> list[str]:
+        """The GPUs that may hold layers; empty when all is on the CPU."""
+        return self.native.device_names
+
+    @property
+    def chat_template(self) -> str | None:
+        """The file's default chat template (Jinja2), if it has one."""
+        return self.native.chat_template()
+
+    @functools.cached_property
+    def layer_map(self) -> _core.LayerMap:
+        """Which node of the engine's graph gives each layer: found at the first use, then kept.
+
+        :raises UnsupportedError: the model carries no single residual stream.
+        """
+        try:
+            return _core.LayerMap.resolve(self.native)
+        finally:
+            flush_log()
+
+    @property
+    def extractor(self) -> Extractor:
+        """The extractor that :func:`llamatap.extract` uses when it is given this model."""
+        from llamatap.extract import Extractor
+
+        with self._lock:
+            self.native  # noqa: B018  raises when closed
+            if self._extractor is None:
+                self._extractor = Extractor(self)
+            return self._extractor
+
+    def tokenize(
+        self, text: str, *, add_special: bool = True, parse_special: bool = True
+    ) -> NDArray[np.int32]:
+        """Text to token ids, int32 ``(n,)``.
+
+        :param add_special: add BOS and EOS where the model was trained with them. A text that brings
+            its own BOS (a rendered chat template, say) does not get a second one.
+        :param parse_special: read special tokens in the text as such, not as plain text.
+        :raises UnsupportedError: the file has no tokenizer.
+        """
+        native = self.native
+        tokens = native.tokenize(_utf8(text), add_special, parse_special)
+        if add_special and native.adds_bos and len(tokens) > 1:
+            bos = native.bos
+            if tokens[0] == bos and tokens[1] == bos:
+                tokens = tokens[1:].copy()
+        return tokens
+
+    def detokenize(self, tokens: ArrayLike, *, skip_special: bool = False) -> str:
+        """Token ids to text; bytes that are no UTF-8 become U+FFFD.
+
+        :param skip_special: leave out special tokens.
+        :raises InvalidInputError: an id is outside of the vocabulary.
+        """
+        text = self.native.detokenize(token_array(tokens), skip_special, not skip_special)
+        return text.decode(errors="replace")
+
+    def token_bytes(self, token: int, *, special: bool = True) -> bytes:
+        """The bytes of one token, which need not be whole UTF-8 characters.
+
+        :param special: whether special tokens have their text; else they have none.
+        """
+        return self.native.piece(token, special)
+
+    def is_end_of_generation(self, token: int) -> bool:
+        """Whether a model that emits this token has finished (EOS, EOT, ...)."""
+        return self.native.is_end_of_generation(token)
+
+    def token_embeddings(self, tokens: ArrayLike) -> NDArray[np.float32]:
+        """Rows of the token embedding matrix, dequantised: float32 ``(n, n_embd)``.
+
+        Before any scaling, norm or position that the architecture applies to them, so not always H_0.
+        """
+        return self.native.token_embeddings(token_array(tokens))
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        template: str | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """Render messages as the model was trained to read them.
+
+        :param messages: mappings with ``role`` and ``content``, and whatever else the template knows.
+        :param add_generation_prompt: end with the start of an assistant's turn.
+        :param template: a template in place of the file's own.
+        :param kwargs: variables for the template, e.g. ``tools`` or ``enable_thinking``.
+        :returns: text with special tokens in it; :meth:`tokenize` adds no second BOS.
+        :raises UnsupportedError: the file has no chat template.
+        :raises InvalidInputError: the template fails or refuses the messages.
+        """
+        text = template if template is not None else self.chat_template
+        if text is None:
+            raise UnsupportedError(f"{self.path.name} has no chat template; give one as template=")
+        native = self.native
+
+        def spelled(token: int | None) -> str:
+            return "" if token is None else native.token_text(token).decode(errors="replace")
+
+        variables = {
+            "bos_token": spelled(native.bos),
+            "eos_token": spelled(native.eos),
+            "add_generation_prompt": add_generation_prompt,
+            **kwargs,
+        }
+        return chat.render(text, messages, **variables)
+
+    def context(self, **options: Unpack[ContextOptions]) -> Context:
+        """A new context; the options are those of :class:`llamatap.Context`."""
+        from llamatap.context import Context
+
+        return Context(self, **options)

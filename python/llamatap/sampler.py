@@ -1,0 +1,83 @@
+"""Choosing tokens from logits."""
+
+from __future__ import annotations
+
+import secrets
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamatap._native import _core
+from llamatap.context import Context
+from llamatap.errors import InvalidInputError
+from llamatap.model import Model
+
+__all__ = ["Sampler"]
+
+
+class Sampler:
+    """The engine's sampler chain: penalties, top-k, top-p, min-p, temperature, draw.
+
+    :param temperature: 0 takes the most likely token.
+    :param top_k: keep the k most likely; 0 is off.
+    :param top_p: keep the smallest set whose probability reaches p; 1 is off.
+    :param min_p: drop what is less likely than min_p times the most likely; 0 is off.
+    :param repeat_penalty: divides (or, when negative, multiplies) the logits of recent tokens; 1 is off.
+    :param frequency_penalty: subtracted for each recent occurrence.
+    :param presence_penalty: subtracted once for a recent token.
+    :param penalty_last_n: how many tokens are recent.
+    :param seed: of the random numbers, 0..2**32-1; None draws one (:attr:`seed` tells).
+    :raises InvalidInputError: a value is out of range.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repeat_penalty: float = 1.0,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        penalty_last_n: int = 64,
+        seed: int | None = None,
+    ) -> None:
+        self.seed = secrets.randbits(31) if seed is None else seed
+        # The engine reads 2**32-1 as "draw a seed", which would not be reproducible.
+        if not 0 <= self.seed < 2**32 - 1:
+            raise InvalidInputError(f"seed must be in 0..2**32-2, not {seed}")
+        self._native = _core.Sampler(
+            model.native,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repeat_penalty=repeat_penalty,
+            frequency_penalty=frequency_penalty,
+            presence_penalty=presence_penalty,
+            penalty_last_n=penalty_last_n,
+            seed=self.seed,
+        )
+
+    def sample(self, context: Context, row: int = -1) -> int:
+        """Draw a token from the logits of an entry of the last batch, and take note of it."""
+        return self._native.sample(context.native, row)
+
+    def sample_logits(self, logits: NDArray[np.float32]) -> int:
+        """Draw a token from float32 ``(n_vocab,)`` logits, and take note of it.
+
+        :raises InvalidInputError: another length or dtype, or NaN among them.
+        """
+        if logits.dtype != np.float32 or not logits.flags.c_contiguous:
+            raise InvalidInputError(f"logits must be contiguous float32, not {logits.dtype}")
+        return self._native.sample_logits(logits)
+
+    def accept(self, token: int) -> None:
+        """Take note of a token that was not drawn here, e.g. of the prompt."""
+        self._native.accept(token)
+
+    def reset(self) -> None:
+        """Back to the start: no tokens noted, random numbers from the seed."""
+        self._native.reset()

@@ -1,0 +1,191 @@
+"""Captured hidden states, with where they come from."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from llamatap import layers as layer_ids
+from llamatap.cache import atomic_path, file_sha256
+from llamatap.errors import InvalidInputError
+from llamatap.layers import LayerId
+
+__all__ = ["Source", "States", "dtype_name"]
+
+_DTYPES = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+def dtype_name(dtype: DTypeLike | str) -> str:
+    """"float32", "float16" or "bfloat16" of anything that names one of them.
+
+    :raises InvalidInputError: another dtype, or one of another byte order.
+    """
+    if dtype in ("bfloat16", "bf16"):
+        return "bfloat16"
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        found = None
+    for name, known in _DTYPES.items():
+        if found == known:
+            return name
+    raise InvalidInputError(f"dtype must be float32, float16 or bfloat16, not {dtype!r}")
+
+
+def typed_view(array: NDArray[Any], name: str) -> NDArray[Any]:
+    """The same memory as the named dtype: the core knows bfloat16 as uint16."""
+    return array.view(_DTYPES[name]) if name == "bfloat16" else array
+
+
+class Source:
+    """What the states of a context come from, as far as it is the same for all of them."""
+
+    def __init__(self, path: Path, facts: dict[str, Any]) -> None:
+        self._path = path
+        self._facts = facts
+        status = path.stat()
+        self._status = (status.st_size, status.st_mtime_ns)
+
+    @functools.cached_property
+    def facts(self) -> dict[str, Any]:
+        """The facts, with the model's sha256 (computed once a file, then remembered)."""
+        sha256: str | None = None
+        with contextlib.suppress(OSError):
+            status = self._path.stat()
+            # A file that was replaced after it was loaded would be another model's hash.
+            if (status.st_size, status.st_mtime_ns) == self._status:
+                sha256 = file_sha256(self._path)
+        return {"model": self._path.name, "model_sha256": sha256, **self._facts}
+
+
+class States:
+    """Hidden states of some layers, one row a token.
+
+    :ivar array: ``(n_tokens, n_layers, n_embd)``, or ``(n_layers, n_embd)`` when pooled; float32,
+        float16 or bfloat16; a read-only view of native memory (with ``out``: of that array).
+    :ivar tokens: int32 ``(n_tokens,)``, the ids of the rows' tokens (-1 for embeddings); of a pooled
+        result, those of the tokens that were pooled.
+    :ivar layers: the layer of each column, in 0..n or ``"norm"``.
+    """
+
+    def __init__(
+        self,
+        array: NDArray[Any],
+        tokens: NDArray[np.int32],
+        layers: Sequence[LayerId],
+        *,
+        n_layer: int,
+        source: Source | None = None,
+        details: dict[str, Any] | None = None,
+    ) -> None:
+        self.array = array
+        self.tokens = tokens
+        self.layers: tuple[LayerId, ...] = tuple(layers)
+        self._n_layer = n_layer
+        self._source = source
+        self._details = details or {}
+
+    @functools.cached_property
+    def provenance(self) -> dict[str, Any]:
+        """Where the states come from and what they are.
+
+        ``model`` (file name), ``model_sha256`` (None when the file is gone or was replaced), ``arch``,
+        ``file_type``, ``n_layer``, ``n_embd``, ``engine_commit``, ``llamatap_version``, ``backend``,
+        ``type_k``, ``type_v``, ``flash_attention``, ``layers``, ``convention``, ``norm`` ("pre" or "post"
+        of each layer), ``dtype``, and what was asked for besides (``window``, ``pooling``, ``rows``).
+        The first use hashes the model file, once.
+        """
+        return {
+            **(self._source.facts if self._source is not None else {}),
+            "layers": list(self.layers),
+            "convention": "llamatap: id i is the residual stream that enters block i, n the one after "
+            'the last block, both without the final norm; "norm" is norm(H_n)',
+            "norm": ["post" if layer == "norm" else "pre" for layer in self.layers],
+            "dtype": dtype_name(self.array.dtype),
+            **self._details,
+        }
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, layer: LayerId) -> NDArray[Any]:
+        """The states of one layer: ``(n_tokens, n_embd)``, ``(n_embd,)`` when pooled; a view.
+
+        :raises InvalidInputError: the layer is not among those asked for.
+        """
+        (wanted,) = layer_ids.normalize([layer], self._n_layer)
+        if wanted not in self.layers:
+            raise InvalidInputError(
+                f"layer {layer!r} was not asked for; there are {list(self.layers)}"
+            )
+        column: NDArray[Any] = self.array[..., self.layers.index(wanted), :]
+        return column
+
+    def __repr__(self) -> str:
+        return (
+            f"States(shape={self.array.shape}, dtype={dtype_name(self.array.dtype)}, "
+            f"layers={list(self.layers)})"
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file: ``hidden_states``, ``tokens``, and the provenance as metadata.
+
+        The file appears whole or not at all.
+
+        :raises OSError: it cannot be written.
+        """
+        from safetensors.numpy import save_file
+
+        tensors = {
+            "hidden_states": np.ascontiguousarray(self.array),
+            "tokens": np.ascontiguousarray(self.tokens),
+        }
+        metadata = {
+            key: value if isinstance(value, str) else json.dumps(value)
+            for key, value in self.provenance.items()
+        }
+        with atomic_path(Path(path)) as scratch:
+            save_file(tensors, scratch, metadata=metadata)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> States:
+        """Read a file that :meth:`save` wrote.
+
+        :raises InvalidInputError: it is no such file.
+        :raises OSError: it cannot be read.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"no such file: {path}")
+        try:
+            with safe_open(path, framework="np") as file:
+                metadata = {key: _from_text(value) for key, value in file.metadata().items()}
+                array = file.get_tensor("hidden_states")
+                tokens = file.get_tensor("tokens")
+            array.flags.writeable = False
+            states = cls(array, tokens, metadata["layers"], n_layer=metadata["n_layer"])
+        except (SafetensorError, KeyError, AttributeError, TypeError) as error:
+            raise InvalidInputError(f"{path} holds no states of llamatap: {error}") from error
+        states.__dict__["provenance"] = metadata
+        return states
+
+
+def _from_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
