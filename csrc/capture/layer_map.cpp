@@ -31,28 +31,36 @@ const ggml_tensor* data_source(const ggml_tensor& node, int weight) {
   return nullptr;
 }
 
-const char* name_or_empty(const ggml_tensor* tensor) { return tensor == nullptr ? "" : tensor->name; }
-
 }  // namespace
 
+const char* given_name(const ggml_tensor* tensor) {
+  if (tensor == nullptr) return "";
+  const bool numbered = std::strncmp(tensor->name, "node_", 5) == 0 || std::strncmp(tensor->name, "leaf_", 5) == 0;
+  return numbered ? "" : tensor->name;
+}
+
 NodeSignature NodeSignature::of(const ggml_tensor& node) {
-  return {node.name, static_cast<int32_t>(node.op), name_or_empty(node.src[0]), name_or_empty(node.src[1])};
+  return {given_name(&node), static_cast<int32_t>(node.op), given_name(node.src[0]), given_name(node.src[1])};
 }
 
 bool NodeSignature::matches(const ggml_tensor& node) const {
-  return name == node.name && op == static_cast<int32_t>(node.op) && source0 == name_or_empty(node.src[0]) &&
-         source1 == name_or_empty(node.src[1]);
+  return name == given_name(&node) && op == static_cast<int32_t>(node.op) && source0 == given_name(node.src[0]) &&
+         source1 == given_name(node.src[1]);
 }
 
 StreamFinder::StreamFinder(int32_t n_layer, int64_t n_embd)
-    : n_embd_(n_embd), found_(static_cast<size_t>(n_layer) + 2, nullptr) {}
+    : n_embd_(n_embd), chains_(static_cast<size_t>(n_layer) + 2) {}
 
-void StreamFinder::reset() { std::fill(found_.begin(), found_.end(), nullptr); }
+void StreamFinder::reset() {
+  for (auto& chain : chains_) chain.clear();
+}
 
-const ggml_tensor* StreamFinder::trace(const ggml_tensor* node) const {
-  const ggml_tensor* stream = nullptr;
+StreamFinder::Chain StreamFinder::trace(const ggml_tensor* node) const {
+  Chain chain;
   while (node != nullptr) {
-    if (node->ne[0] == n_embd_ && node->ne[2] == 1 && node->ne[3] == 1) stream = node;
+    if (node->type == GGML_TYPE_F32 && node->ne[0] == n_embd_ && node->ne[2] == 1 && node->ne[3] == 1) {
+      chain.push_back(node);
+    }
     switch (node->op) {
       case GGML_OP_NORM:
       case GGML_OP_RMS_NORM:
@@ -68,33 +76,41 @@ const ggml_tensor* StreamFinder::trace(const ggml_tensor* node) const {
           node = node->src[0];
           continue;
         }
-        return stream;
+        return chain;
       default:
-        return stream;
+        return chain;
     }
   }
-  return stream;
+  return chain;
 }
 
 void StreamFinder::see(const ggml_tensor* node) {
-  const size_t last = found_.size() - 2;
+  const size_t last = chains_.size() - 2;
   for (int i = 0; i < GGML_MAX_SRC; ++i) {
     const ggml_tensor* weight = node->src[i];
     if (weight == nullptr || !is_leaf(*weight)) continue;
     const int32_t block = block_of(weight->name);
     if (block >= 0 && static_cast<size_t>(block) < last) {
-      auto& input = found_[block];
-      if (input != nullptr) continue;
-      if (const auto* data = data_source(*node, i)) input = trace(data);
+      if (!chains_[block].empty()) continue;
+      if (const auto* data = data_source(*node, i)) chains_[block] = trace(data);
     } else if (std::strcmp(weight->name, "output_norm.weight") == 0) {
-      if (found_[last] == nullptr) {
-        if (const auto* data = data_source(*node, i)) found_[last] = trace(data);
+      if (chains_[last].empty()) {
+        if (const auto* data = data_source(*node, i)) chains_[last] = trace(data);
       }
-      found_[last + 1] = node;
+      chains_[last + 1] = {node};
     } else if (std::strcmp(weight->name, "output_norm.bias") == 0) {
-      found_[last + 1] = node;
+      chains_[last + 1] = {node};
     }
   }
+  if (chains_[last + 1].empty() && std::strcmp(node->name, "result_norm") == 0) see_norm(node);
+}
+
+void StreamFinder::see_norm(const ggml_tensor* node) {
+  const size_t last = chains_.size() - 2;
+  chains_[last + 1] = {node};
+  // Its weight and bias, whatever they are called, are leaves.
+  while ((node->op == GGML_OP_MUL || node->op == GGML_OP_ADD) && is_leaf(*node->src[1])) node = node->src[0];
+  chains_[last] = trace(node);
 }
 
 std::shared_ptr<const LayerMap> LayerMap::resolve(const std::shared_ptr<Model>& model) {
@@ -111,23 +127,38 @@ std::shared_ptr<const LayerMap> LayerMap::resolve(const std::shared_ptr<Model>& 
   StreamFinder finder(n_layer, model->n_embd());
   const int count = ggml_graph_n_nodes(graph);
   for (int i = 0; i < count; ++i) finder.see(ggml_graph_node(graph, i));
+  const auto readers = [&](const ggml_tensor* node) {
+    int result = 0;
+    for (int i = 0; i < count; ++i) {
+      const auto& sources = ggml_graph_node(graph, i)->src;
+      result += std::find(std::begin(sources), std::end(sources), node) != std::end(sources) ? 1 : 0;
+    }
+    return result;
+  };
 
   std::vector<LayerSource> sources;
   for (int32_t slot = 0; slot < n_layer + 2; ++slot) {
-    const auto* node = finder.found()[slot];
     const auto what = model->arch() + ": " +
-                      (slot <= n_layer ? "layer " + std::to_string(slot) : std::string("the output norm")) + " ";
-    if (node == nullptr) {
-      throw Unsupported(what + "has no residual stream of [n_tokens, n_embd] in the engine's graph");
+                      (slot <= n_layer ? "layer " + std::to_string(slot) : std::string("the output norm"));
+    const auto& chain = finder.chains()[slot];
+    const ggml_tensor* stream = nullptr;
+    for (const auto* node : chain) {
+      // The stream is read by the block's norm and by its residual add; an embedding that is normed on
+      // its way into the first block is not. After the last block only the output norm reads it.
+      if (slot >= n_layer || readers(node) >= 2) stream = node;
     }
-    LayerSource source{NodeSignature::of(*node), node->ne[1] == kOutputs};
-    if (node->type != GGML_TYPE_F32 || (node->ne[1] != kOutputs && node->ne[1] != kTokens)) {
-      throw Unsupported(what + "is not float32 with one row a token in the engine's graph (" + node->name + ")");
+    if (stream == nullptr) {
+      throw Unsupported(what + " is no single residual stream of [n_tokens, n_embd] in the engine's graph" +
+                        (chain.empty() ? std::string() : " (" + std::string(chain.back()->name) + ")"));
     }
+    if (stream->ne[1] != kOutputs && stream->ne[1] != kTokens) {
+      throw Unsupported(what + " has not one row a token in the engine's graph (" + stream->name + ")");
+    }
+    LayerSource source{NodeSignature::of(*stream), stream->ne[1] == kOutputs};
     int matches = 0;
     for (int i = 0; i < count; ++i) matches += source.node.matches(*ggml_graph_node(graph, i)) ? 1 : 0;
     if (matches != 1) {
-      throw Unsupported(what + "cannot be told from other nodes of the engine's graph (" + node->name + ")");
+      throw Unsupported(what + " cannot be told from other nodes of the engine's graph (" + stream->name + ")");
     }
     sources.push_back(std::move(source));
   }

@@ -12,6 +12,9 @@ struct ggml_tensor;
 
 namespace llamatap {
 
+/// The name that the model's code gave a tensor; "" for one that ggml numbered, differently in each graph.
+const char* given_name(const ggml_tensor* tensor);
+
 /// How a node of the engine's graphs is recognised. Names alone are not unique in every architecture.
 struct NodeSignature {
   std::string name;
@@ -29,24 +32,28 @@ struct LayerSource {
   bool cropped = false;
 };
 
-/// Finds the residual stream in a graph by what reads it, not by its name: the input of block i is what
-/// the first node that uses a weight of block i reads, before norms without weights and reshapes.
-/// H_n is found the same way from the output norm. Nodes are shown in the order of computation.
+/// Finds the residual stream in a graph by what reads it, not by its name. The input of block i is among
+/// what the first node that uses a weight of block i reads: that itself, or what lies before norms without
+/// weights and reshapes. H_n is found the same way from the output norm, known by its weight or, without
+/// one, by its name. Nodes are shown in the order of computation.
 class StreamFinder {
  public:
+  using Chain = std::vector<const ggml_tensor*>;
+
   StreamFinder(int32_t n_layer, int64_t n_embd);
 
   void reset();
   void see(const ggml_tensor* node);
 
-  /// H_0..H_n, then norm(H_n); null where not found.
-  const std::vector<const ggml_tensor*>& found() const { return found_; }
+  /// For H_0..H_n, then norm(H_n): the tensors that it may be, nearest to the reader first.
+  const std::vector<Chain>& chains() const { return chains_; }
 
  private:
-  const ggml_tensor* trace(const ggml_tensor* node) const;
+  Chain trace(const ggml_tensor* node) const;
+  void see_norm(const ggml_tensor* node);
 
   int64_t n_embd_;
-  std::vector<const ggml_tensor*> found_;
+  std::vector<Chain> chains_;
 };
 
 /// Which node of the graph gives each slot of a model: slot i in 0..n is H_i, slot n+1 is norm(H_n).

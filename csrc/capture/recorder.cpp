@@ -83,7 +83,7 @@ void Recorder::begin_graph() noexcept {
 }
 
 int32_t Recorder::slot_of(const ggml_tensor& node) const {
-  const auto named = slots_by_name_.find(std::string_view(node.name));
+  const auto named = slots_by_name_.find(std::string_view(given_name(&node)));
   if (named == slots_by_name_.end()) return -1;
   for (const int32_t slot : named->second) {
     if (map_->sources()[slot].node.matches(node)) return slot;
@@ -173,10 +173,11 @@ void Recorder::end() {
 
 void Recorder::check_streams() {
   for (size_t slot = 0; slot < seen_.size(); ++slot) {
-    const auto* found = finder_.found()[slot];
+    const auto& chain = finder_.chains()[slot];
     // What was not reached before an early end cannot be compared.
-    if (found == nullptr || seen_[slot] == nullptr || found == seen_[slot]) continue;
-    throw EngineFailed("the graph's layer slot " + std::to_string(slot) + " is " + found->name + ", not " +
+    if (chain.empty() || seen_[slot] == nullptr) continue;
+    if (std::find(chain.begin(), chain.end(), seen_[slot]) != chain.end()) continue;
+    throw EngineFailed("the graph's layer slot " + std::to_string(slot) + " is " + chain.back()->name + ", not " +
                        seen_[slot]->name + " as resolved; please report this");
   }
 }

@@ -104,6 +104,9 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
   const auto most = llama_max_parallel_sequences();
   require(options.n_seq_max > 0 && options.n_seq_max <= most,
           "n_seq_max must be in 1.." + std::to_string(most) + ", not " + std::to_string(options.n_seq_max));
+  require(options.n_outputs_max == 0 || options.n_outputs_max >= options.n_seq_max,
+          "n_outputs_max must be 0 or at least n_seq_max (" + std::to_string(options.n_seq_max) + "), not " +
+              std::to_string(options.n_outputs_max));
   require(options.n_threads > 0 && options.n_threads <= 512,
           "n_threads must be in 1..512, not " + std::to_string(options.n_threads));
   require(options.flash_attention >= -1 && options.flash_attention <= 1, "flash_attn must be auto, on or off");

@@ -145,8 +145,8 @@ class Context:
     :param kv_unified: one cache for all sequences; False gives each its own n_ctx / n_seq_max tokens.
     :param swa_full: keep all positions of sliding-window layers, so that suffixes can be removed.
     :param n_rs_seq: how many tokens a recurrent or hybrid model can take back, where it can at all.
-    :param n_outputs_max: the most outputs computed at once; 0 for n_batch. A small number saves memory
-        in proportion to the vocabulary.
+    :param n_outputs_max: the most outputs computed at once, at least n_seq_max; 0 for n_batch. A small
+        number saves memory in proportion to the vocabulary.
     :raises InvalidInputError: an option is out of range.
     :raises UnsupportedError: the engine cannot make such a context of this model.
     """

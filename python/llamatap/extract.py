@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -185,20 +186,15 @@ class _Run:
             array = _check_out(out, shape, self.dtype)
         return _Job(tokens, begin, end, array)
 
-    def compute(self, context: Context) -> list[States]:
+    def compute(self, context: Context, indices: Sequence[int]) -> dict[int, States]:
+        """Compute some of the prompts in one context."""
         model = context.model
-        longest = max(len(job.tokens) for job in self.jobs)
-        if longest > context.n_ctx:
-            raise ContextFullError(
-                f"a prompt of {longest} tokens does not fit into a context of {context.n_ctx} (n_ctx); "
-                "cut it with max_length, or make a larger context"
-            )
         native = context.native
         most = context.n_seq_max if context.kv_unified else 1
         room = min(context.n_ubatch, context.n_ctx)
         assert self.dtype is not None
         try:
-            for pack in _packs([len(job.tokens) for job in self.jobs], room, most):
+            for pack in _packs([len(self.jobs[i].tokens) for i in indices], room, most):
                 native.extract(
                     model.layer_map,
                     self.slots,
@@ -211,12 +207,12 @@ class _Run:
                             self.pool or "none",
                             job.out.reshape(-1).view(np.uint8),
                         )
-                        for job in (self.jobs[index] for index in pack)
+                        for job in (self.jobs[indices[k]] for k in pack)
                     ],
                 )
         finally:
             flush_log()
-        return [self._states(context, job) for job in self.jobs]
+        return {i: self._states(context, self.jobs[i]) for i in indices}
 
     def _states(self, context: Context, job: _Job) -> States:
         array = job.out.view()
@@ -271,9 +267,8 @@ class Extractor:
     ) -> None:
         self.close()
 
-    def _fit(self, run: _Run) -> Context:
-        """The kept context when it is large enough for this work, else a new one."""
-        lengths = [len(job.tokens) for job in run.jobs]
+    def _fit(self, run: _Run, lengths: Sequence[int]) -> Context:
+        """The kept context when it suits this work, else a new one."""
         nodes = self.model.layer_map.nodes
         outputs = any(nodes[slot][1] for slot in run.slots)
         n_seq = 1
@@ -281,14 +276,17 @@ class Extractor:
             n_seq *= 2
         options = self._options.copy()
         n_ubatch = options.setdefault("n_ubatch", 512)
+        longest = max(lengths)
+        n_ctx = max(longest, min(n_ubatch, self._rope_limit) if self._is_short(longest) else n_ubatch)
         old = self._context
-        n_ctx = max(*lengths, n_ubatch)
         if old is not None and not old.closed:
             grows = old.n_ctx < n_ctx and "n_ctx" not in options
             splits = old.n_seq_max < n_seq and "n_seq_max" not in options
-            if not grows and not splits and (self._has_outputs or not outputs):
+            same_rope = self._is_short(old.n_ctx) == self._is_short(n_ctx) or "n_ctx" in options
+            if not grows and not splits and same_rope and (self._has_outputs or not outputs):
                 return old
-            n_ctx = max(n_ctx, old.n_ctx)
+            if same_rope:
+                n_ctx = max(n_ctx, old.n_ctx)
             n_seq = max(n_seq, old.n_seq_max)
             outputs = outputs or self._has_outputs
             self.close()
@@ -296,10 +294,19 @@ class Extractor:
         options.setdefault("n_seq_max", n_seq)
         if not outputs:
             # No output head is ever computed: its buffers can be small.
-            options.setdefault("n_outputs_max", 1)
+            options.setdefault("n_outputs_max", options["n_seq_max"])
         self._context = Context(self.model, **options)
         self._has_outputs = outputs
         return self._context
+
+    @functools.cached_property
+    def _rope_limit(self) -> int:
+        """Models with LongRoPE compute otherwise in contexts longer than this many tokens."""
+        key = f"{self.model.arch}.rope.scaling.original_context_length"
+        return int(self.model.metadata.get(key, 2**31 - 1))
+
+    def _is_short(self, n_tokens: int) -> bool:
+        return n_tokens <= self._rope_limit
 
     @overload
     def __call__(
@@ -352,9 +359,16 @@ class Extractor:
                     f"a prompt of {longest} tokens is longer than the {limit} that the model was "
                     "trained for or n_ctx allows; cut it with max_length, or give n_ctx"
                 )
-            states = run.compute(self._fit(run))
+            done: dict[int, States] = {}
+            # A prompt's states must not depend on how long the others of the call are.
+            for short in (True, False):
+                some = [i for i, job in enumerate(run.jobs) if self._is_short(len(job.tokens)) == short]
+                if some:
+                    lengths = [len(run.jobs[i].tokens) for i in some]
+                    done |= run.compute(self._fit(run, lengths), some)
         finally:
             self._lock.release()
+        states = [done[i] for i in range(len(run.jobs))]
         return states[0] if run.single else states
 
 
@@ -439,5 +453,12 @@ def extract(
             f"expected a Model or a Context, found {type(model_or_context).__name__}"
         )
     run = _Run(model_or_context.model, inputs, layers, dtype, max_length, window, pool, out)
-    states = run.compute(model_or_context)
+    longest = max(len(job.tokens) for job in run.jobs)
+    if longest > model_or_context.n_ctx:
+        raise ContextFullError(
+            f"a prompt of {longest} tokens does not fit into a context of {model_or_context.n_ctx} "
+            "(n_ctx); cut it with max_length, or make a larger context"
+        )
+    done = run.compute(model_or_context, range(len(run.jobs)))
+    states = [done[i] for i in range(len(run.jobs))]
     return states[0] if run.single else states
