@@ -102,9 +102,7 @@ def fault(folder: Path, pin: dict[str, Any], name: str) -> str | None:
 def download(pin: dict[str, Any], folder: Path) -> Path:
     """The pinned sdist, downloaded by pip (which checks the sha256) into `folder`."""
     requirements = folder / "requirements.txt"
-    requirements.write_text(
-        f"{pin['package']}=={pin['version']} --hash=sha256:{pin['sha256']}\n"
-    )
+    requirements.write_text(f"{pin['package']}=={pin['version']} --hash=sha256:{pin['sha256']}\n")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
     command += ["--no-binary", pin["package"], "-r", str(requirements), "-d", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -1,3 +1,5 @@
+#include <pybind11/typing.h>
+
 #include "bind/bind.hpp"
 #include "build_config.hpp"
 #include "engine/backend.hpp"
@@ -18,9 +20,9 @@ void register_backend(py::module_& module) {
   module.def(
       "devices",
       [] {
-        py::list result;
+        py::typing::List<py::typing::Dict<py::str, py::object>> result;
         for (const auto& device : devices()) {
-          py::dict item;
+          py::typing::Dict<py::str, py::object> item;
           item["name"] = device.name;
           item["description"] = device.description;
           item["kind"] = device.kind;
@@ -31,20 +33,18 @@ void register_backend(py::module_& module) {
       },
       "The devices that the loaded back ends offer.");
 
-  module.def("cpu_features", &cpu_features, "What the CPU back end was compiled for: (feature, value) pairs.");
+  module.def("cpu_features", &cpu_features,
+             "What the CPU back end was compiled for: (feature, value) pairs.");
 
   module.def(
       "build_info",
       [] {
-        py::dict info;
-        info["version"] = LLAMATAP_VERSION;
-        info["engine_commit"] = LLAMATAP_ENGINE_COMMIT;
-        info["compiler"] = LLAMATAP_COMPILER;
-        info["build_type"] = LLAMATAP_BUILD_TYPE;
-        info["sanitize"] = LLAMATAP_SANITIZE;
-        info["portable"] = LLAMATAP_PORTABLE;
-        info["openmp"] = LLAMATAP_OPENMP;
-        return info;
+        return std::map<std::string, std::string>{
+            {"version", LLAMATAP_VERSION},   {"engine_commit", LLAMATAP_ENGINE_COMMIT},
+            {"compiler", LLAMATAP_COMPILER}, {"build_type", LLAMATAP_BUILD_TYPE},
+            {"sanitize", LLAMATAP_SANITIZE}, {"portable", LLAMATAP_PORTABLE},
+            {"openmp", LLAMATAP_OPENMP},
+        };
       },
       "What this build was made of.");
 

@@ -1,3 +1,6 @@
+#include <algorithm>
+#include <limits>
+
 #include "bind/bind.hpp"
 #include "engine/batch.hpp"
 #include "engine/error.hpp"
@@ -6,11 +9,27 @@ namespace llamatap::bind {
 
 namespace {
 
-using Sequences = std::variant<int32_t, std::vector<int32_t>>;
+using Sequences = std::variant<int64_t, std::vector<int64_t>>;
+
+/// Python's integers are of any size: what does not fit is said by name rather than as a TypeError.
+int32_t narrow(int64_t value, const char* what) {
+  if (value < std::numeric_limits<int32_t>::min() || value > std::numeric_limits<int32_t>::max()) {
+    throw InvalidInput(std::string(what) + " " + std::to_string(value) + " does not fit into 32 bits");
+  }
+  return static_cast<int32_t>(value);
+}
 
 std::vector<int32_t> as_list(const Sequences& sequences) {
-  if (const auto* one = std::get_if<int32_t>(&sequences)) return {*one};
-  return std::get<std::vector<int32_t>>(sequences);
+  if (const auto* one = std::get_if<int64_t>(&sequences)) return {narrow(*one, "sequence id")};
+  std::vector<int32_t> result;
+  for (const int64_t seq : std::get<std::vector<int64_t>>(sequences)) {
+    const int32_t id = narrow(seq, "sequence id");
+    if (std::find(result.begin(), result.end(), id) != result.end()) {
+      throw InvalidInput("sequence id " + std::to_string(id) + " is given twice");
+    }
+    result.push_back(id);
+  }
+  return result;
 }
 
 }  // namespace
@@ -21,12 +40,15 @@ void register_batch(py::module_& module) {
 
 Rows of states and logits are numbered as the entries are, whatever order the engine computes them in.
 A batch holds token ids, or, when made with ``n_embd``, embeddings in their place.)")
-      .def(py::init<int32_t>(), py::arg("n_embd") = 0,
-           "An empty batch; of embeddings of that width when ``n_embd`` is not 0.")
+      .def(py::init([](int32_t n_embd) {
+             if (n_embd < 0) throw InvalidInput("n_embd must not be negative");
+             return Batch(n_embd);
+           }),
+           py::arg("n_embd") = 0, "An empty batch; of embeddings of that width when ``n_embd`` is not 0.")
       .def(
           "add",
-          [](Batch& batch, int32_t token, int32_t pos, const Sequences& seq, bool output) {
-            batch.add(token, pos, as_list(seq), output);
+          [](Batch& batch, int64_t token, int64_t pos, const Sequences& seq, bool output) {
+            batch.add(narrow(token, "token id"), narrow(pos, "position"), as_list(seq), output);
           },
           py::arg("token"), py::arg("pos"), py::arg("seq") = 0, py::arg("output") = false,
           R"(Append a token.
@@ -37,14 +59,14 @@ A batch holds token ids, or, when made with ``n_embd``, embeddings in their plac
 :raises InvalidInputError: the batch holds embeddings.)")
       .def(
           "add_embedding",
-          [](Batch& batch, const py::array_t<float, py::array::c_style>& values, int32_t pos,
+          [](Batch& batch, const py::array_t<float, py::array::c_style>& values, int64_t pos,
              const Sequences& seq, bool output) {
             if (values.ndim() != 1 || values.size() != batch.n_embd()) {
               throw InvalidInput("expected a vector of " + std::to_string(batch.n_embd()) +
                                  " float32 values, found " + std::to_string(values.size()) + " in " +
                                  std::to_string(values.ndim()) + " dimensions");
             }
-            batch.add_embedding(values.data(), pos, as_list(seq), output);
+            batch.add_embedding(values.data(), narrow(pos, "position"), as_list(seq), output);
           },
           py::arg("values").noconvert(), py::arg("pos"), py::arg("seq") = 0, py::arg("output") = false,
           R"(Append an embedding in place of a token.
@@ -53,10 +75,12 @@ A batch holds token ids, or, when made with ``n_embd``, embeddings in their plac
 :raises InvalidInputError: another width, or the batch holds tokens.)")
       .def_static(
           "of",
-          [](const std::vector<int32_t>& tokens, int32_t seq, int32_t pos0) {
+          [](const std::vector<int64_t>& tokens, int64_t seq, int64_t pos0) {
             Batch batch;
+            const std::vector<int32_t> sequences{narrow(seq, "sequence id")};
             for (size_t i = 0; i < tokens.size(); ++i) {
-              batch.add(tokens[i], pos0 + static_cast<int32_t>(i), {seq}, i + 1 == tokens.size());
+              const int32_t position = narrow(pos0 + static_cast<int64_t>(i), "position");
+              batch.add(narrow(tokens[i], "token id"), position, sequences, i + 1 == tokens.size());
             }
             return batch;
           },

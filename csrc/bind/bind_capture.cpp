@@ -1,6 +1,5 @@
-#include "capture/layer_map.hpp"
-
 #include "bind/bind.hpp"
+#include "capture/layer_map.hpp"
 #include "engine/error.hpp"
 
 namespace llamatap::bind {
@@ -26,7 +25,8 @@ py::array view_of(const std::shared_ptr<Block>& block, const std::vector<py::ssi
                          : dtype == DType::f16 ? py::dtype("float16")
                                                : py::dtype::of<uint16_t>();
   auto owner = std::make_unique<std::shared_ptr<Block>>(block);
-  const py::capsule base(owner.get(), [](void* pointer) { delete static_cast<std::shared_ptr<Block>*>(pointer); });
+  const py::capsule base(owner.get(),
+                         [](void* pointer) { delete static_cast<std::shared_ptr<Block>*>(pointer); });
   owner.release();  // the capsule deletes it
   py::array array(type, shape, {}, block->data(), base);
   if (!writable) py::detail::array_proxy(array.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;

@@ -23,7 +23,8 @@ void run_extract(Context& context, const ConstMap& map, const std::vector<int32_
     const auto rows = job.pooling == Pooling::none ? static_cast<size_t>(end - begin) : 1U;
     const size_t bytes = rows * slots.size() * static_cast<size_t>(map->n_embd()) * item_size(dtype);
     if (static_cast<size_t>(out.nbytes()) != bytes) {
-      throw InvalidInput("out must hold " + std::to_string(bytes) + " bytes, not " + std::to_string(out.nbytes()));
+      throw InvalidInput("out must hold " + std::to_string(bytes) + " bytes, not " +
+                         std::to_string(out.nbytes()));
     }
     // mutable_data() refuses a read-only array.
     job.out = reinterpret_cast<std::byte*>(const_cast<Bytes&>(out).mutable_data());
@@ -34,8 +35,9 @@ void run_extract(Context& context, const ConstMap& map, const std::vector<int32_
   extract(context, map, slots, dtype, jobs, signal_poll());
 }
 
-py::tuple run_tapped(Context& context, const ConstMap& map, const std::vector<int32_t>& slots,
-                     const std::string& dtype_name, bool outputs_only, const Batch& batch) {
+std::tuple<py::array, Ints> run_tapped(Context& context, const ConstMap& map,
+                                       const std::vector<int32_t>& slots, const std::string& dtype_name,
+                                       bool outputs_only, const Batch& batch) {
   const TapPlan plan{slots, parse_dtype(dtype_name), outputs_only};
   Tapped tapped;
   {
@@ -46,19 +48,20 @@ py::tuple run_tapped(Context& context, const ConstMap& map, const std::vector<in
   }
   const std::vector<py::ssize_t> shape{static_cast<py::ssize_t>(tapped.rows.size()),
                                        static_cast<py::ssize_t>(slots.size()), map->n_embd()};
-  return py::make_tuple(view_of(tapped.block, shape, plan.dtype, false), to_array(tapped.rows));
+  return {view_of(tapped.block, shape, plan.dtype, false), to_array(tapped.rows)};
 }
 
 }  // namespace
 
 void register_context(py::module_& module) {
   py::class_<Context>(module, "Context", "A model with memory.")
-      .def(py::init([](const std::shared_ptr<Model>& model, uint32_t n_ctx, uint32_t n_batch, uint32_t n_ubatch,
-                       uint32_t n_seq_max, uint32_t n_rs_seq, uint32_t n_outputs_max, int32_t n_threads,
-                       const std::string& type_k, const std::string& type_v, int32_t flash_attention,
-                       bool kv_unified, bool swa_full) {
-             const ContextOptions options{n_ctx,  n_batch, n_ubatch,        n_seq_max,  n_rs_seq, n_outputs_max,
-                                          n_threads, type_k,  type_v, flash_attention, kv_unified, swa_full};
+      .def(py::init([](const std::shared_ptr<Model>& model, uint32_t n_ctx, uint32_t n_batch,
+                       uint32_t n_ubatch, uint32_t n_seq_max, uint32_t n_rs_seq, uint32_t n_outputs_max,
+                       int32_t n_threads, const std::string& type_k, const std::string& type_v,
+                       int32_t flash_attention, bool kv_unified, bool swa_full) {
+             const ContextOptions options{n_ctx,    n_batch,         n_ubatch,   n_seq_max,
+                                          n_rs_seq, n_outputs_max,   n_threads,  type_k,
+                                          type_v,   flash_attention, kv_unified, swa_full};
              const py::gil_scoped_release release;
              return std::make_unique<Context>(model, options);
            }),
@@ -94,9 +97,11 @@ void register_context(py::module_& module) {
           py::arg("row"))
       .def("memory_clear", &Context::memory_clear)
       .def("memory_remove", &Context::memory_remove, py::arg("seq"), py::arg("p0"), py::arg("p1"))
-      .def("memory_copy", &Context::memory_copy, py::arg("source"), py::arg("target"), py::arg("p0"), py::arg("p1"))
+      .def("memory_copy", &Context::memory_copy, py::arg("source"), py::arg("target"), py::arg("p0"),
+           py::arg("p1"))
       .def("memory_keep", &Context::memory_keep, py::arg("seq"))
-      .def("memory_shift", &Context::memory_shift, py::arg("seq"), py::arg("p0"), py::arg("p1"), py::arg("delta"))
+      .def("memory_shift", &Context::memory_shift, py::arg("seq"), py::arg("p0"), py::arg("p1"),
+           py::arg("delta"))
       .def("memory_first", &Context::memory_first, py::arg("seq"))
       .def("memory_last", &Context::memory_last, py::arg("seq"))
       .def("memory_empty", &Context::memory_empty)
@@ -113,7 +118,8 @@ void register_context(py::module_& module) {
           py::arg("seq"))
       .def(
           "restore",
-          [](Context& context, int32_t seq, const std::string& state) {
+          [](Context& context, int32_t seq, const py::bytes& given) {
+            const std::string state = given;
             const py::gil_scoped_release release;
             context.restore(seq, state);
           },

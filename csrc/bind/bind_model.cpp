@@ -6,7 +6,8 @@ namespace llamatap::bind {
 void register_model(py::module_& module) {
   module.def(
       "read_metadata",
-      [](const std::string& path) {
+      [](const py::bytes& given_path) {
+        const std::string path = given_path;
         const py::gil_scoped_release release;
         return read_metadata(path);
       },
@@ -15,8 +16,9 @@ void register_model(py::module_& module) {
   py::class_<Model, std::shared_ptr<Model>>(module, "Model", "A loaded model.")
       .def_static(
           "load",
-          [](const std::string& path, int32_t n_gpu_layers, bool use_mmap, bool load_mtp, bool vocab_only,
+          [](const py::bytes& given_path, int32_t n_gpu_layers, bool use_mmap, bool load_mtp, bool vocab_only,
              const py::object& progress) {
+            const std::string path = given_path;
             const ModelOptions options{n_gpu_layers, use_mmap, load_mtp, vocab_only};
             const std::function<bool(float)> report = [&progress](float fraction) {
               const py::gil_scoped_acquire gil;
@@ -53,7 +55,8 @@ void register_model(py::module_& module) {
       .def("chat_template", &Model::chat_template, py::arg("name") = py::none())
       .def(
           "tokenize",
-          [](const Model& model, const std::string& text, bool add_special, bool parse_special) {
+          [](const Model& model, const py::bytes& utf8, bool add_special, bool parse_special) {
+            const std::string text = utf8;
             std::vector<int32_t> tokens;
             {
               const py::gil_scoped_release release;
@@ -61,7 +64,7 @@ void register_model(py::module_& module) {
             }
             return to_array(tokens);
           },
-          py::arg("text"), py::arg("add_special"), py::arg("parse_special"))
+          py::arg("utf8"), py::arg("add_special"), py::arg("parse_special"))
       .def(
           "detokenize",
           [](const Model& model, const Ints& tokens, bool remove_special, bool unparse_special) {
@@ -90,7 +93,8 @@ void register_model(py::module_& module) {
           [](const Model& model, const Ints& tokens) {
             const auto values = model.token_embeddings(to_vector(tokens));
             const py::ssize_t rows = tokens.size();
-            const py::ssize_t width = rows == 0 ? model.n_embd() : static_cast<py::ssize_t>(values.size()) / rows;
+            const py::ssize_t width =
+                rows == 0 ? model.n_embd() : static_cast<py::ssize_t>(values.size()) / rows;
             return py::array_t<float>({rows, width}, values.data());
           },
           py::arg("tokens").noconvert());

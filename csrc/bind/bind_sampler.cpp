@@ -15,8 +15,8 @@ void register_sampler(py::module_& module) {
                                        presence_penalty, penalty_last_n, seed});
            }),
            py::arg("model"), py::kw_only(), py::arg("temperature"), py::arg("top_k"), py::arg("top_p"),
-           py::arg("min_p"), py::arg("repeat_penalty"), py::arg("frequency_penalty"), py::arg("presence_penalty"),
-           py::arg("penalty_last_n"), py::arg("seed"))
+           py::arg("min_p"), py::arg("repeat_penalty"), py::arg("frequency_penalty"),
+           py::arg("presence_penalty"), py::arg("penalty_last_n"), py::arg("seed"))
       .def(
           "sample",
           [](Sampler& sampler, const Context& context, int32_t row) {

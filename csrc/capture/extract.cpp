@@ -26,8 +26,7 @@ void extract(Context& context, const std::shared_ptr<const LayerMap>& map, const
     const int32_t begin = job.pooling == Pooling::last ? job.end - 1 : job.begin;
     Pool* pool = nullptr;
     if (job.pooling != Pooling::none) {
-      pools.push_back(
-          std::make_unique<Pool>(job.pooling, slots.size() * static_cast<size_t>(map->n_embd())));
+      pools.push_back(std::make_unique<Pool>(job.pooling, slots.size() * static_cast<size_t>(map->n_embd())));
       pool = pools.back().get();
     }
     // With causal attention, what comes after the window cannot change it.

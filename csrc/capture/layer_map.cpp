@@ -35,7 +35,8 @@ const ggml_tensor* data_source(const ggml_tensor& node, int weight) {
 
 const char* given_name(const ggml_tensor* tensor) {
   if (tensor == nullptr) return "";
-  const bool numbered = std::strncmp(tensor->name, "node_", 5) == 0 || std::strncmp(tensor->name, "leaf_", 5) == 0;
+  const bool numbered =
+      std::strncmp(tensor->name, "node_", 5) == 0 || std::strncmp(tensor->name, "leaf_", 5) == 0;
   return numbered ? "" : tensor->name;
 }
 
@@ -44,8 +45,8 @@ NodeSignature NodeSignature::of(const ggml_tensor& node) {
 }
 
 bool NodeSignature::matches(const ggml_tensor& node) const {
-  return name == given_name(&node) && op == static_cast<int32_t>(node.op) && source0 == given_name(node.src[0]) &&
-         source1 == given_name(node.src[1]);
+  return name == given_name(&node) && op == static_cast<int32_t>(node.op) &&
+         source0 == given_name(node.src[0]) && source1 == given_name(node.src[1]);
 }
 
 StreamFinder::StreamFinder(int32_t n_layer, int64_t n_embd)
@@ -158,7 +159,8 @@ std::shared_ptr<const LayerMap> LayerMap::resolve(const std::shared_ptr<Model>& 
     int matches = 0;
     for (int i = 0; i < count; ++i) matches += source.node.matches(*ggml_graph_node(graph, i)) ? 1 : 0;
     if (matches != 1) {
-      throw Unsupported(what + " cannot be told from other nodes of the engine's graph (" + stream->name + ")");
+      throw Unsupported(what + " cannot be told from other nodes of the engine's graph (" + stream->name +
+                        ")");
     }
     sources.push_back(std::move(source));
   }

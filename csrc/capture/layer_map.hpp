@@ -69,7 +69,8 @@ class LayerMap {
   const std::vector<LayerSource>& sources() const { return sources_; }
 
  private:
-  LayerMap(std::vector<LayerSource> sources, int32_t n_embd) : sources_(std::move(sources)), n_embd_(n_embd) {}
+  LayerMap(std::vector<LayerSource> sources, int32_t n_embd)
+      : sources_(std::move(sources)), n_embd_(n_embd) {}
 
   std::vector<LayerSource> sources_;
   int32_t n_embd_;

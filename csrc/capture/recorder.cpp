@@ -11,8 +11,7 @@
 namespace llamatap {
 
 Pool::Pool(Pooling kind, size_t width)
-    : kind_(kind),
-      values_(width, kind == Pooling::max ? -std::numeric_limits<double>::infinity() : 0.0) {}
+    : kind_(kind), values_(width, kind == Pooling::max ? -std::numeric_limits<double>::infinity() : 0.0) {}
 
 void Pool::take(const float* values, size_t offset, size_t count) {
   double* pooled = values_.data() + offset;
@@ -177,8 +176,8 @@ void Recorder::check_streams() {
     // What was not reached before an early end cannot be compared.
     if (chain.empty() || seen_[slot] == nullptr) continue;
     if (std::find(chain.begin(), chain.end(), seen_[slot]) != chain.end()) continue;
-    throw EngineFailed("the graph's layer slot " + std::to_string(slot) + " is " + chain.back()->name + ", not " +
-                       seen_[slot]->name + " as resolved; please report this");
+    throw EngineFailed("the graph's layer slot " + std::to_string(slot) + " is " + chain.back()->name +
+                       ", not " + seen_[slot]->name + " as resolved; please report this");
   }
 }
 

@@ -71,8 +71,7 @@ void load_backends(const std::string& folder) {
     if (choice.first > 0) ggml_backend_load(choice.second.c_str());
   }
   const LogScope log;
-  if (cpu.empty() || cpu.mapped().first == 0 ||
-      ggml_backend_load(cpu.mapped().second.c_str()) == nullptr) {
+  if (cpu.empty() || cpu.mapped().first == 0 || ggml_backend_load(cpu.mapped().second.c_str()) == nullptr) {
     throw EngineFailed("no CPU back end for this machine in " + folder +
                        (log.text().empty() ? "" : ": " + log.text()));
   }

@@ -22,7 +22,9 @@ class Batch {
   int32_t n_embd() const { return n_embd_; }
   bool has_embeddings() const { return n_embd_ > 0; }
   const std::vector<int32_t>& tokens() const { return tokens_; }
-  const float* embedding(int32_t row) const { return embeddings_.data() + static_cast<size_t>(row) * static_cast<size_t>(n_embd_); }
+  const float* embedding(int32_t row) const {
+    return embeddings_.data() + static_cast<size_t>(row) * static_cast<size_t>(n_embd_);
+  }
   const std::vector<int32_t>& positions() const { return positions_; }
   const std::vector<std::vector<int32_t>>& sequences() const { return sequences_; }
   const std::vector<bool>& outputs() const { return outputs_; }

@@ -109,7 +109,8 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
               std::to_string(options.n_outputs_max));
   require(options.n_threads > 0 && options.n_threads <= 512,
           "n_threads must be in 1..512, not " + std::to_string(options.n_threads));
-  require(options.flash_attention >= -1 && options.flash_attention <= 1, "flash_attn must be auto, on or off");
+  require(options.flash_attention >= -1 && options.flash_attention <= 1,
+          "flash_attn must be auto, on or off");
 
   auto params = llama_context_default_params();
   params.n_ctx = options.n_ctx;
@@ -234,13 +235,13 @@ std::vector<Piece> Context::plan(const Batch& batch, const DecodeObserver* obser
     }
   }
   if (!rising) {
-    std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
-      return batch.positions()[a] < batch.positions()[b];
-    });
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int32_t a, int32_t b) { return batch.positions()[a] < batch.positions()[b]; });
   }
 
   const auto needed = [&](int32_t row) { return observer != nullptr && observer->needs_last_block(row); };
-  const bool any_output = std::any_of(order.begin(), order.end(), [&](int32_t r) { return batch.outputs()[r]; });
+  const bool any_output =
+      std::any_of(order.begin(), order.end(), [&](int32_t r) { return batch.outputs()[r]; });
 
   // Entries whose last block is wanted but whose logits are not come first, in pieces that end before
   // the output head. The others start, in each sequence, with its first output.
@@ -406,10 +407,12 @@ const float* Context::logits(int32_t row) const {
   }
   const auto& found = logit_rows_[row];
   if (found.index < 0) {
-    throw InvalidInput("row " + std::to_string(row) + " of the last batch was not an output; add it with output=True");
+    throw InvalidInput("row " + std::to_string(row) +
+                       " of the last batch was not an output; add it with output=True");
   }
   if (!found.in_engine) {
-    return kept_logits_.data() + static_cast<size_t>(found.index) * static_cast<size_t>(model_->vocab().size());
+    return kept_logits_.data() +
+           static_cast<size_t>(found.index) * static_cast<size_t>(model_->vocab().size());
   }
   const float* values = llama_get_logits_ith(context_.get(), found.index);
   if (values == nullptr) throw EngineFailed("the engine has no logits for row " + std::to_string(row));
@@ -452,7 +455,8 @@ bool Context::on_node(ggml_tensor* node, bool ask, void* self) noexcept {
 ggml_cgraph* Context::reserve_graph(uint32_t n_tokens, uint32_t n_outputs) {
   const Use use(mutex_, *model_);
   auto* graph = internals::reserve_graph(context_.get(), n_tokens, n_outputs);
-  if (graph == nullptr) throw EngineFailed("the engine cannot build a graph of " + std::to_string(n_tokens) + " tokens");
+  if (graph == nullptr)
+    throw EngineFailed("the engine cannot build a graph of " + std::to_string(n_tokens) + " tokens");
   return graph;
 }
 

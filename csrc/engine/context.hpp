@@ -84,8 +84,8 @@ class Context {
   /// observer may end early anywhere and no output is needed.
   void decode(const Batch& batch, DecodeObserver* observer, bool memory_is_scratch, const Poll& poll);
 
-  /// The logits of an entry of the last batch (negative: from the end); n_vocab values, overwritten by the next decode. Throws
-  /// InvalidInput when it was no output.
+  /// The logits of an entry of the last batch (negative: from the end); n_vocab values, overwritten by the
+  /// next decode. Throws InvalidInput when it was no output.
   const float* logits(int32_t row) const;
 
   // Memory. Positions are half-open ranges [p0, p1); -1 stands for "from the start" and "to the end".
@@ -126,8 +126,8 @@ class Context {
   std::unique_ptr<llama_context, Free> context_;
   mutable std::mutex mutex_;
   DecodeObserver* observer_ = nullptr;
-  bool stopped_ = false;                  // nothing more of the current graph is wanted
-  std::string first_node_;                // the first one of the graphs of the current piece
+  bool stopped_ = false;    // nothing more of the current graph is wanted
+  std::string first_node_;  // the first one of the graphs of the current piece
   std::atomic<bool>* interrupt_ = nullptr;
   std::vector<LogitRow> logit_rows_;  // by entry of the last batch; index -1: no output
   std::vector<float> kept_logits_;

@@ -20,8 +20,8 @@ std::vector<std::string> device_names(const llama_model* model) {
   std::vector<std::string> names;
   for (int32_t i = 0; i < llama_model_n_devices(model); ++i) {
     ggml_backend_dev_t device = llama_model_get_device(model, i);
-    names.push_back(std::string(ggml_backend_dev_name(device)) + " (" +
-                    ggml_backend_dev_description(device) + ")");
+    names.push_back(std::string(ggml_backend_dev_name(device)) + " (" + ggml_backend_dev_description(device) +
+                    ")");
   }
   return names;
 }

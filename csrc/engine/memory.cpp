@@ -62,7 +62,8 @@ void Context::memory_copy(int32_t from, int32_t to, int32_t p0, int32_t p1) {
   const bool whole = p0 <= 0 && (p1 < 0 || p1 > llama_memory_seq_pos_max(memory, from));
   if (!whole && (!options_.kv_unified || model_->is_recurrent() || model_->is_hybrid())) {
     throw Unsupported(
-        "only a whole sequence can be copied in this context; a part needs kv_unified=True and a model without "
+        "only a whole sequence can be copied in this context; a part needs kv_unified=True and a model "
+        "without "
         "recurrent state");
   }
   llama_memory_seq_cp(memory, from, to, whole ? -1 : p0, whole ? -1 : p1);

@@ -178,7 +178,6 @@ std::string Model::description() const {
   return buffer.data();
 }
 
-
 std::string Model::file_type() const {
   // The engine puts words around it: "Q4_1", "Q4_K - Medium", "all F32", "(guessed) F16".
   std::string name = llama_ftype_name(llama_model_ftype(model_.get()));

@@ -22,9 +22,9 @@ struct ModelOptions {
   bool vocab_only = false;
 };
 
-using MetadataValue = std::variant<bool, int64_t, uint64_t, double, std::string, std::vector<bool>,
-                                   std::vector<int64_t>, std::vector<uint64_t>, std::vector<double>,
-                                   std::vector<std::string>>;
+using MetadataValue =
+    std::variant<bool, int64_t, uint64_t, double, std::string, std::vector<bool>, std::vector<int64_t>,
+                 std::vector<uint64_t>, std::vector<double>, std::vector<std::string>>;
 using Metadata = std::map<std::string, MetadataValue>;
 
 /// The metadata of a GGUF file. Arrays of more than 1,024 elements (the vocabulary) are left out.

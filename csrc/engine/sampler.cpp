@@ -22,11 +22,13 @@ Sampler::Sampler(std::shared_ptr<Model> model, const SamplerOptions& options)
     : model_(std::move(model)),
       options_(options),
       chain_(llama_sampler_chain_init(llama_sampler_chain_default_params())) {
-  require(std::isfinite(options.temperature) && options.temperature >= 0, "temperature must be finite and not negative");
+  require(std::isfinite(options.temperature) && options.temperature >= 0,
+          "temperature must be finite and not negative");
   require(options.top_k >= 0, "top_k must not be negative (0: off)");
   require(options.top_p > 0 && options.top_p <= 1, "top_p must be in (0, 1]");
   require(options.min_p >= 0 && options.min_p <= 1, "min_p must be in [0, 1]");
-  require(std::isfinite(options.repeat_penalty) && options.repeat_penalty > 0, "repeat_penalty must be above 0");
+  require(std::isfinite(options.repeat_penalty) && options.repeat_penalty > 0,
+          "repeat_penalty must be above 0");
   require(std::isfinite(options.frequency_penalty), "frequency_penalty must be finite");
   require(std::isfinite(options.presence_penalty), "presence_penalty must be finite");
   require(options.penalty_last_n >= 0, "penalty_last_n must not be negative (0: no penalties)");
@@ -56,7 +58,8 @@ int32_t Sampler::sample(const float* logits, int32_t n_vocab) {
   }
   std::vector<llama_token_data> candidates(static_cast<size_t>(n_vocab));
   for (int32_t token = 0; token < n_vocab; ++token) {
-    if (std::isnan(logits[token])) throw InvalidInput("the logits hold NaN (token " + std::to_string(token) + ")");
+    if (std::isnan(logits[token]))
+      throw InvalidInput("the logits hold NaN (token " + std::to_string(token) + ")");
     candidates[token] = {token, logits[token], 0.0F};
   }
   llama_token_data_array array{candidates.data(), candidates.size(), -1, false};

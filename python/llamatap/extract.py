@@ -51,7 +51,11 @@ def _is_single(inputs: object) -> bool:
     if isinstance(inputs, str):
         return True
     if isinstance(inputs, np.ndarray):
-        return inputs.ndim == 1 and inputs.dtype != object
+        if inputs.ndim != 1:
+            raise InvalidInputError(
+                f"inputs is an array of {inputs.ndim} dimensions; give a list of its rows, without padding"
+            )
+        return True
     if not isinstance(inputs, Sequence):
         raise InvalidInputError(
             f"inputs must be a str, token ids, or a list of either, not {type(inputs).__name__}"
@@ -166,6 +170,11 @@ class _Run:
         return list(value)
 
     def _job(self, model: Model, prompt: Input, window: Window | None, out: object) -> _Job:
+        if not isinstance(prompt, (str, Sequence, np.ndarray)):
+            raise InvalidInputError(f"a prompt is a str or token ids, not {type(prompt).__name__}")
+        # With a BOS token even an empty text has tokens; it is a mistake all the same.
+        if len(prompt) == 0:
+            raise InvalidInputError("the prompt is empty")
         tokens = model.tokenize(prompt) if isinstance(prompt, str) else token_array(prompt)
         if self.max_length is not None:
             tokens = tokens[: self.max_length]
@@ -173,9 +182,7 @@ class _Run:
             raise InvalidInputError("the prompt has no tokens")
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= model.n_vocab:
-            raise InvalidInputError(
-                f"token ids must be in 0..{model.n_vocab - 1}; found {low}..{high}"
-            )
+            raise InvalidInputError(f"token ids must be in 0..{model.n_vocab - 1}; found {low}..{high}")
         begin, end = _bounds(window, len(tokens))
         rows = () if self.pool is not None else (end - begin,)
         shape = (*rows, len(self.layers), model.n_embd)
@@ -309,7 +316,7 @@ class Extractor:
         return n_tokens <= self._rope_limit
 
     @overload
-    def __call__(
+    def __call__(  # type: ignore[overload-overlap]  # a str is a sequence of str, too
         self,
         inputs: Input,
         layers: Iterable[LayerId] | LayerId = ...,
@@ -346,7 +353,9 @@ class Extractor:
         out: NDArray[Any] | Sequence[NDArray[Any]] | None = None,
     ) -> States | list[States]:
         """See :func:`llamatap.extract`."""
-        run = _Run(self.model, inputs, layers, dtype, max_length, window, pool, out)
+        return self._extract(_Run(self.model, inputs, layers, dtype, max_length, window, pool, out))
+
+    def _extract(self, run: _Run) -> States | list[States]:
         if not self._lock.acquire(blocking=False):
             raise BusyError(
                 "another thread is extracting with this model; give each thread an Extractor of its own"
@@ -373,7 +382,7 @@ class Extractor:
 
 
 @overload
-def extract(
+def extract(  # type: ignore[overload-overlap]  # a str is a sequence of str, too
     model_or_context: Model | Context,
     inputs: Input,
     layers: Iterable[LayerId] | LayerId = ...,
@@ -437,22 +446,12 @@ def extract(
     Nothing after the last wanted layer is computed, the output head included. Many short prompts share
     batches. Runs without the GIL; Ctrl-C ends it.
     """
+    if not isinstance(model_or_context, (Model, Context)):
+        raise InvalidInputError(f"expected a Model or a Context, found {type(model_or_context).__name__}")
+    model = model_or_context if isinstance(model_or_context, Model) else model_or_context.model
+    run = _Run(model, inputs, layers, dtype, max_length, window, pool, out)
     if isinstance(model_or_context, Model):
-        extractor = model_or_context.extractor
-        return extractor(  # type: ignore[call-overload,no-any-return]
-            inputs,
-            layers,
-            dtype=dtype,
-            max_length=max_length,
-            window=window,
-            pool=pool,
-            out=out,
-        )
-    if not isinstance(model_or_context, Context):
-        raise InvalidInputError(
-            f"expected a Model or a Context, found {type(model_or_context).__name__}"
-        )
-    run = _Run(model_or_context.model, inputs, layers, dtype, max_length, window, pool, out)
+        return model.extractor._extract(run)
     longest = max(len(job.tokens) for job in run.jobs)
     if longest > model_or_context.n_ctx:
         raise ContextFullError(

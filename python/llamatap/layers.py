@@ -77,8 +77,7 @@ class Convention:
         if not 0 <= index <= last:
             low = f"{-last - 1}..{last}" if self.negative else f"0..{last}"
             raise InvalidInputError(
-                f"layer id {layer} is not in {low}, the ids of {self.name} for a model of "
-                f"{n_layer} blocks"
+                f"layer id {layer} is not in {low}, the ids of {self.name} for a model of {n_layer} blocks"
             )
         if self.last_is_norm and index == n_layer:
             return "norm"
@@ -132,9 +131,7 @@ def _convention(name: str) -> Convention:
     try:
         return CONVENTIONS[name]
     except KeyError:
-        raise InvalidInputError(
-            f"unknown convention {name!r}; known are {', '.join(CONVENTIONS)}"
-        ) from None
+        raise InvalidInputError(f"unknown convention {name!r}; known are {', '.join(CONVENTIONS)}") from None
 
 
 def translate(

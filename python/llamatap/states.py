@@ -27,9 +27,12 @@ _DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
 
+# What provenance holds besides strings.
+_JSON_KEYS = frozenset(("flash_attention", "layers", "max_length", "n_embd", "n_layer", "norm", "window"))
+
 
 def dtype_name(dtype: DTypeLike | str) -> str:
-    """"float32", "float16" or "bfloat16" of anything that names one of them.
+    """ "float32", "float16" or "bfloat16" of anything that names one of them.
 
     :raises InvalidInputError: another dtype, or one of another byte order.
     """
@@ -128,9 +131,7 @@ class States:
         """
         (wanted,) = layer_ids.normalize([layer], self._n_layer)
         if wanted not in self.layers:
-            raise InvalidInputError(
-                f"layer {layer!r} was not asked for; there are {list(self.layers)}"
-            )
+            raise InvalidInputError(f"layer {layer!r} was not asked for; there are {list(self.layers)}")
         column: NDArray[Any] = self.array[..., self.layers.index(wanted), :]
         return column
 
@@ -153,9 +154,11 @@ class States:
             "hidden_states": np.ascontiguousarray(self.array),
             "tokens": np.ascontiguousarray(self.tokens),
         }
+        # The format's metadata holds strings only.
         metadata = {
             key: value if isinstance(value, str) else json.dumps(value)
             for key, value in self.provenance.items()
+            if value is not None
         }
         with atomic_path(Path(path)) as scratch:
             save_file(tensors, scratch, metadata=metadata)
@@ -173,19 +176,15 @@ class States:
             raise FileNotFoundError(f"no such file: {path}")
         try:
             with safe_open(path, framework="np") as file:
-                metadata = {key: _from_text(value) for key, value in file.metadata().items()}
+                metadata = {
+                    key: json.loads(value) if key in _JSON_KEYS else value
+                    for key, value in file.metadata().items()
+                }
                 array = file.get_tensor("hidden_states")
                 tokens = file.get_tensor("tokens")
             array.flags.writeable = False
             states = cls(array, tokens, metadata["layers"], n_layer=metadata["n_layer"])
-        except (SafetensorError, KeyError, AttributeError, TypeError) as error:
+        except (SafetensorError, KeyError, AttributeError, TypeError, ValueError) as error:
             raise InvalidInputError(f"{path} holds no states of llamatap: {error}") from error
         states.__dict__["provenance"] = metadata
         return states
-
-
-def _from_text(value: str) -> Any:
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value

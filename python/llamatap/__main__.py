@@ -1,0 +1,235 @@
+"""The command line: ``llamatap`` or ``python -m llamatap``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llamatap.errors import Error, InvalidInputError
+from llamatap.layers import CONVENTIONS, LayerId
+
+__all__ = ["main"]
+
+# Their values may begin with a minus sign, which argparse would take for an option.
+_SIGNED = ("--layers", "--window")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the result is the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    for index in range(len(given) - 1):
+        if given[index] in _SIGNED and given[index + 1].startswith("-"):
+            given[index : index + 2] = [f"{given[index]}={given[index + 1]}", ""]
+    parsed = _parser().parse_args([item for item in given if item])
+    try:
+        status: int = parsed.run(parsed)
+    except (Error, OSError) as error:
+        print(f"llamatap: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="llamatap", description="Hidden states of any layer of any GGUF model."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    info = commands.add_parser("info", help="what a model is and what its layers give")
+    info.add_argument("model", type=Path, help="a GGUF file")
+    info.add_argument("--json", action="store_true", help="print JSON")
+    info.set_defaults(run=_info)
+
+    extract = commands.add_parser("extract", help="write hidden states to a safetensors file")
+    extract.add_argument("model", type=Path, help="a GGUF file")
+    source = extract.add_mutually_exclusive_group(required=True)
+    source.add_argument("--text", help="the prompt")
+    source.add_argument("--file", type=Path, help="a UTF-8 file that holds the prompt; - for stdin")
+    source.add_argument("--chat", metavar="TEXT", help="a user's turn, put into the chat template")
+    source.add_argument("--tokens", help="token ids, comma-separated")
+    extract.add_argument(
+        "--layers",
+        default="-2",
+        help='comma-separated: 0..n, negative from the end, "norm" (default: -2)',
+    )
+    extract.add_argument(
+        "--convention",
+        choices=list(CONVENTIONS),
+        default="llamatap",
+        help="how --layers counts (default: llamatap)",
+    )
+    extract.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
+    extract.add_argument("--max-length", type=int, help="cut the prompt on the right")
+    extract.add_argument("--window", metavar="START:STOP", help="positions that are wanted")
+    extract.add_argument("--pool", choices=("mean", "last", "max"))
+    extract.add_argument("--gpu-layers", type=int, default=0, help="layers on the GPU; -1 for all")
+    extract.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.safetensors")
+    extract.set_defaults(run=_extract)
+
+    fetch = commands.add_parser("fetch", help="bring a small model into the cache folder")
+    fetch.add_argument("name", help="smollm2")
+    fetch.set_defaults(run=_fetch)
+
+    demo = commands.add_parser("demo", help="show how a prompt changes over the layers")
+    demo.add_argument("--model", type=Path, help="a GGUF file (default: smollm2, fetched)")
+    demo.add_argument("--text", help="the prompt")
+    demo.add_argument("-o", "--output", type=Path, default=Path("demo.png"), metavar="FILE.png")
+    demo.set_defaults(run=_demo)
+
+    build = commands.add_parser("build-config", help="how this build was made (JSON)")
+    build.set_defaults(run=_build_config)
+    return parser
+
+
+def _layers(text: str) -> list[LayerId]:
+    layers: list[LayerId] = []
+    for item in text.split(","):
+        item = item.strip()
+        if item == "norm":
+            layers.append("norm")
+            continue
+        try:
+            layers.append(int(item))
+        except ValueError:
+            raise InvalidInputError(f"--layers: {item!r} is no layer id") from None
+    return layers
+
+
+def _window(text: str | None) -> tuple[int | None, int | None] | None:
+    if text is None:
+        return None
+    start, colon, stop = text.partition(":")
+    try:
+        if not colon:
+            raise ValueError
+        return (int(start) if start else None, int(stop) if stop else None)
+    except ValueError:
+        raise InvalidInputError(f"--window: expected START:STOP, found {text!r}") from None
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    from llamatap import Model, UnsupportedError
+
+    with Model(arguments.model) as model:
+        facts: dict[str, Any] = {
+            "path": str(model.path),
+            "arch": model.arch,
+            "name": model.metadata.get("general.name"),
+            "description": model.description,
+            "file_type": model.file_type,
+            "n_params": model.n_params,
+            "size_bytes": model.size_bytes,
+            "n_layer": model.n_layer,
+            "n_embd": model.n_embd,
+            "n_vocab": model.n_vocab,
+            "n_ctx_train": model.n_ctx_train,
+            "chat_template": model.chat_template is not None,
+        }
+        try:
+            nodes = model.layer_map.nodes
+            facts["layers"] = {
+                str(slot) if slot <= model.n_layer else "norm": name for slot, (name, _) in enumerate(nodes)
+            }
+            facts["states"] = True
+        except UnsupportedError as error:
+            facts["layers"] = {}
+            facts["states"] = False
+            facts["reason"] = str(error)
+    if arguments.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    n = facts["n_layer"]
+    for label, value in (
+        ("file", facts["path"]),
+        ("model", f"{facts['name'] or '(unnamed)'} ({facts['description']})"),
+        ("parameters", f"{facts['n_params']:,} in {facts['size_bytes'] / 2**20:,.1f} MiB"),
+        ("blocks", n),
+        ("width", facts["n_embd"]),
+        ("vocabulary", f"{facts['n_vocab']:,}"),
+        ("trained context", f"{facts['n_ctx_train']:,} tokens"),
+        ("chat template", "yes" if facts["chat_template"] else "no"),
+        (
+            "layers",
+            f'0..{n} (0 enters the first block, {n} leaves the last one), and "norm"'
+            if facts["states"]
+            else f"none: {facts['reason']}",
+        ),
+    ):
+        print(f"{label:>16}  {value}")
+    return 0
+
+
+def _extract(arguments: argparse.Namespace) -> int:
+    from llamatap import Extractor, Model
+    from llamatap.layers import translate
+
+    layers = _layers(arguments.layers)
+    window = _window(arguments.window)
+    prompt: str | list[int]
+    with Model(arguments.model, n_gpu_layers=arguments.gpu_layers) as model:
+        if arguments.chat is not None:
+            prompt = model.apply_chat_template([{"role": "user", "content": arguments.chat}])
+        elif arguments.file is not None:
+            stdin = str(arguments.file) == "-"
+            data = sys.stdin.buffer.read() if stdin else arguments.file.read_bytes()
+            try:
+                prompt = data.decode()
+            except UnicodeDecodeError as error:
+                raise InvalidInputError(f"{arguments.file} is not UTF-8: {error}") from error
+        elif arguments.tokens is not None:
+            try:
+                prompt = [int(item) for item in arguments.tokens.split(",")]
+            except ValueError:
+                raise InvalidInputError(f"--tokens: no integers: {arguments.tokens!r}") from None
+        else:
+            prompt = arguments.text
+        wanted = translate(layers, source=arguments.convention, n_layer=model.n_layer)
+        start = time.perf_counter()
+        with Extractor(model) as extractor:
+            states = extractor(
+                prompt,
+                wanted,
+                dtype=arguments.dtype,
+                max_length=arguments.max_length,
+                window=window,
+                pool=arguments.pool,
+            )
+        seconds = time.perf_counter() - start
+        states.save(arguments.output)
+    print(
+        f"{arguments.output}: hidden_states {states.array.shape} {arguments.dtype}, "
+        f"layers {list(states.layers)}, {len(states)} tokens, {seconds:.2f} s"
+    )
+    return 0
+
+
+def _fetch(arguments: argparse.Namespace) -> int:
+    from llamatap.fetch import fetch
+
+    print(fetch(arguments.name))
+    return 0
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from llamatap.demo import run
+
+    run(arguments.model, arguments.text, arguments.output)
+    return 0
+
+
+def _build_config(arguments: argparse.Namespace) -> int:
+    from llamatap import build_config
+
+    print(json.dumps(build_config(), indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

