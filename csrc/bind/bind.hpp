@@ -4,12 +4,15 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <chrono>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "capture/block.hpp"
 #include "capture/recorder.hpp"
+#include "engine/shutdown.hpp"
 #include "engine/worker.hpp"
 
 namespace llamatap::bind {
@@ -24,14 +27,42 @@ void register_context(py::module_& module);
 void register_capture(py::module_& module);
 void register_sampler(py::module_& module);
 
-/// A poll for calls made without the GIL: takes it, lets pending signal handlers run and throws what
-/// they raise (KeyboardInterrupt). Python runs handlers on its main thread only; elsewhere it does nothing.
+/// Releases the GIL while it lives. A thread that comes back when the interpreter is going down waits here
+/// for the end of the process: before Python 3.14, taking the GIL then would end the thread by unwinding it.
+/// Where the interpreter is quicker, the destructor lets the unwinding through, which pybind11's own does
+/// not.
+class GilReleased {
+ public:
+  GilReleased() : state_(PyEval_SaveThread()) {}
+  ~GilReleased() noexcept(false) {
+    while (Activity::ended_elsewhere()) std::this_thread::sleep_for(std::chrono::seconds(1));
+    PyEval_RestoreThread(state_);
+  }
+  GilReleased(const GilReleased&) = delete;
+  GilReleased& operator=(const GilReleased&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+/// A poll for calls made without the GIL: takes it, lets pending signal handlers run and throws what they
+/// raise (KeyboardInterrupt). Python runs handlers on its main thread only; elsewhere there is none. To be
+/// called with the GIL held.
 inline Poll signal_poll() {
+  const auto threading = py::module_::import("threading");
+  const bool is_main = threading.attr("get_ident")().equal(threading.attr("main_thread")().attr("ident"));
+  if (!is_main) return nullptr;
   return [] {
     const py::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
     return false;
   };
+}
+
+/// Text from the engine or from a model file, which may hold any bytes: what is no UTF-8 becomes U+FFFD.
+inline py::str to_str(const std::string& text) {
+  return py::reinterpret_steal<py::str>(
+      PyUnicode_DecodeUTF8(text.data(), static_cast<py::ssize_t>(text.size()), "replace"));
 }
 
 /// "float32", "float16" or "bfloat16".

@@ -12,10 +12,18 @@ void register_backend(py::module_& module) {
       "load_backends",
       [](const std::string& folder) {
         // Loading a GPU back end can take a second; it touches no Python object.
-        const py::gil_scoped_release release;
+        const GilReleased released;
         load_backends(folder);
       },
       py::arg("folder"), "Load the engine's back ends from a folder, once for the process.");
+
+  module.def(
+      "shut_down",
+      [] {
+        const GilReleased released;
+        Activity::end();
+      },
+      "Stop all running work and refuse new: for the interpreter's exit.");
 
   module.def(
       "devices",
@@ -51,10 +59,10 @@ void register_backend(py::module_& module) {
   module.def(
       "drain_log",
       [] {
-        std::vector<std::pair<int, std::string>> lines;
-        for (auto& line : drain_log()) {
+        std::vector<std::pair<int, py::str>> lines;
+        for (const auto& line : drain_log()) {
           // Python's logging levels: 10 debug, 20 info, 30 warning, 40 error.
-          lines.emplace_back(10 * (static_cast<int>(line.level) + 1), std::move(line.text));
+          lines.emplace_back(10 * (static_cast<int>(line.level) + 1), to_str(line.text));
         }
         return lines;
       },

@@ -53,7 +53,7 @@ void register_capture(py::module_& module) {
       .def_static(
           "resolve",
           [](const std::shared_ptr<Model>& model) {
-            const py::gil_scoped_release release;
+            const GilReleased released;
             // Bound as a holder of non-const; nothing in it can be changed from Python.
             return std::const_pointer_cast<LayerMap>(LayerMap::resolve(model));
           },
@@ -64,8 +64,9 @@ void register_capture(py::module_& module) {
       .def_property_readonly(
           "nodes",
           [](const LayerMap& map) {
-            std::vector<std::pair<std::string, bool>> nodes;
-            for (const auto& source : map.sources()) nodes.emplace_back(source.node.name, source.cropped);
+            std::vector<std::pair<py::str, bool>> nodes;
+            for (const auto& source : map.sources())
+              nodes.emplace_back(to_str(source.node.name), source.cropped);
             return nodes;
           },
           "By slot (0..n, then the norm): the node's name, and whether it has rows for outputs only.");

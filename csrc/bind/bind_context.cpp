@@ -30,9 +30,10 @@ void run_extract(Context& context, const ConstMap& map, const std::vector<int32_
     job.out = reinterpret_cast<std::byte*>(const_cast<Bytes&>(out).mutable_data());
     jobs.push_back(std::move(job));
   }
+  const Poll poll = signal_poll();
   // `given` holds the arrays until this returns; no Python object is touched in between.
-  const py::gil_scoped_release release;
-  extract(context, map, slots, dtype, jobs, signal_poll());
+  const GilReleased released;
+  extract(context, map, slots, dtype, jobs, poll);
 }
 
 std::tuple<py::array, Ints> run_tapped(Context& context, const ConstMap& map,
@@ -43,8 +44,9 @@ std::tuple<py::array, Ints> run_tapped(Context& context, const ConstMap& map,
   {
     // A copy of the batch: another thread may change it while the engine computes.
     const Batch copy = batch;
-    const py::gil_scoped_release release;
-    tapped = decode_tapped(context, map, plan, copy, signal_poll());
+    const Poll poll = signal_poll();
+    const GilReleased released;
+    tapped = decode_tapped(context, map, plan, copy, poll);
   }
   const std::vector<py::ssize_t> shape{static_cast<py::ssize_t>(tapped.rows.size()),
                                        static_cast<py::ssize_t>(slots.size()), map->n_embd()};
@@ -62,7 +64,7 @@ void register_context(py::module_& module) {
              const ContextOptions options{n_ctx,    n_batch,         n_ubatch,   n_seq_max,
                                           n_rs_seq, n_outputs_max,   n_threads,  type_k,
                                           type_v,   flash_attention, kv_unified, swa_full};
-             const py::gil_scoped_release release;
+             const GilReleased released;
              return std::make_unique<Context>(model, options);
            }),
            py::arg("model"), py::kw_only(), py::arg("n_ctx"), py::arg("n_batch"), py::arg("n_ubatch"),
@@ -80,8 +82,9 @@ void register_context(py::module_& module) {
           [](Context& context, const Batch& batch) {
             // A copy of the batch: another thread may change it while the engine computes.
             const Batch copy = batch;
-            const py::gil_scoped_release release;
-            context.decode(copy, nullptr, false, signal_poll());
+            const Poll poll = signal_poll();
+            const GilReleased released;
+            context.decode(copy, nullptr, false, poll);
           },
           py::arg("batch"))
       .def("decode_tapped", &run_tapped, py::arg("map"), py::arg("slots"), py::arg("dtype"),
@@ -110,7 +113,7 @@ void register_context(py::module_& module) {
           [](const Context& context, int32_t seq) {
             std::string state;
             {
-              const py::gil_scoped_release release;
+              const GilReleased released;
               state = context.save(seq);
             }
             return py::bytes(state);
@@ -120,7 +123,7 @@ void register_context(py::module_& module) {
           "restore",
           [](Context& context, int32_t seq, const py::bytes& given) {
             const std::string state = given;
-            const py::gil_scoped_release release;
+            const GilReleased released;
             context.restore(seq, state);
           },
           py::arg("seq"), py::arg("state"));

@@ -10,7 +10,7 @@ void register_errors(py::module_&) {
     } catch (const Error& error) {
       // The classes are Python, where people read them; each C++ error knows its own.
       const auto errors = py::module_::import("llamatap.errors");
-      py::set_error(errors.attr(error.python_name()), error.what());
+      py::set_error(errors.attr(error.python_name()), to_str(error.what()));
     } catch (const Interrupted&) {
       py::set_error(PyExc_KeyboardInterrupt, "interrupted");
     }

@@ -3,13 +3,45 @@
 
 namespace llamatap::bind {
 
+namespace {
+
+using Value = std::variant<bool, int64_t, uint64_t, double, py::str, std::vector<bool>, std::vector<int64_t>,
+                           std::vector<uint64_t>, std::vector<double>, std::vector<py::str>>;
+
+std::map<std::string, Value> to_python(const Metadata& metadata) {
+  std::map<std::string, Value> result;
+  for (const auto& [key, value] : metadata) {
+    result[std::string(to_str(key))] = std::visit(
+        [](const auto& content) -> Value {
+          using Content = std::decay_t<decltype(content)>;
+          if constexpr (std::is_same_v<Content, std::string>) {
+            return to_str(content);
+          } else if constexpr (std::is_same_v<Content, std::vector<std::string>>) {
+            std::vector<py::str> strings;
+            for (const auto& text : content) strings.push_back(to_str(text));
+            return strings;
+          } else {
+            return content;
+          }
+        },
+        value);
+  }
+  return result;
+}
+
+}  // namespace
+
 void register_model(py::module_& module) {
   module.def(
       "read_metadata",
       [](const py::bytes& given_path) {
         const std::string path = given_path;
-        const py::gil_scoped_release release;
-        return read_metadata(path);
+        Metadata metadata;
+        {
+          const GilReleased released;
+          metadata = read_metadata(path);
+        }
+        return to_python(metadata);
       },
       py::arg("path"), "The metadata of a GGUF file, without arrays of more than 1,024 elements.");
 
@@ -21,21 +53,22 @@ void register_model(py::module_& module) {
             const std::string path = given_path;
             const ModelOptions options{n_gpu_layers, use_mmap, load_mtp, vocab_only};
             const std::function<bool(float)> report = [&progress](float fraction) {
+              if (Activity::ending()) return true;
               const py::gil_scoped_acquire gil;
               if (PyErr_CheckSignals() != 0) throw py::error_already_set();
               if (!progress.is_none()) progress(fraction);
               return false;
             };
             // All arguments are converted; `progress` is only touched with the GIL taken back.
-            const py::gil_scoped_release release;
+            const GilReleased released;
             return Model::load(path, options, report);
           },
           py::arg("path"), py::kw_only(), py::arg("n_gpu_layers"), py::arg("use_mmap"), py::arg("load_mtp"),
           py::arg("vocab_only"), py::arg("progress"),
           "Load a GGUF file. `progress(fraction)` is called about every 50 ms.")
-      .def_property_readonly("metadata", &Model::metadata)
-      .def_property_readonly("arch", &Model::arch)
-      .def_property_readonly("description", &Model::description)
+      .def_property_readonly("metadata", [](const Model& model) { return to_python(model.metadata()); })
+      .def_property_readonly("arch", [](const Model& model) { return to_str(model.arch()); })
+      .def_property_readonly("description", [](const Model& model) { return to_str(model.description()); })
       .def_property_readonly("file_type", &Model::file_type)
       .def_property_readonly("n_layer", &Model::n_layer)
       .def_property_readonly("n_embd", &Model::n_embd)
@@ -52,14 +85,21 @@ void register_model(py::module_& module) {
       .def_property_readonly("bos", [](const Model& model) { return model.vocab().bos(); })
       .def_property_readonly("eos", [](const Model& model) { return model.vocab().eos(); })
       .def_property_readonly("eot", [](const Model& model) { return model.vocab().eot(); })
-      .def("chat_template", &Model::chat_template, py::arg("name") = py::none())
+      .def(
+          "chat_template",
+          [](const Model& model, const std::optional<std::string>& name) -> std::optional<py::str> {
+            const auto text = model.chat_template(name);
+            if (!text) return std::nullopt;
+            return to_str(*text);
+          },
+          py::arg("name") = py::none())
       .def(
           "tokenize",
           [](const Model& model, const py::bytes& utf8, bool add_special, bool parse_special) {
             const std::string text = utf8;
             std::vector<int32_t> tokens;
             {
-              const py::gil_scoped_release release;
+              const GilReleased released;
               tokens = model.vocab().tokenize(text, add_special, parse_special);
             }
             return to_array(tokens);

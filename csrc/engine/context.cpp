@@ -129,10 +129,7 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
   params.no_perf = true;
   params.cb_eval = &Context::on_node;
   params.cb_eval_user_data = this;
-  params.abort_callback = [](void* self) {
-    const auto* interrupt = static_cast<Context*>(self)->interrupt_;
-    return interrupt != nullptr && interrupt->load(std::memory_order_relaxed);
-  };
+  params.abort_callback = [](void* self) { return static_cast<Context*>(self)->interrupted(); };
   params.abort_callback_data = this;
 
   threadpool_ = make_threadpool(options.n_threads);
@@ -351,8 +348,7 @@ void Context::run(const Batch& batch, std::vector<Piece>& pieces, DecodeObserver
     llama_synchronize(context_.get());
     observer_ = nullptr;
 
-    const bool interrupted = interrupt_ != nullptr && *interrupt_;
-    if (interrupted || status == 2) fail(Interrupted());
+    if (interrupted() || status == 2) fail(Interrupted());
     if (status == 1) {
       int64_t used = 0;
       for (int32_t seq = 0; seq < static_cast<int32_t>(options_.n_seq_max); ++seq) {
@@ -431,6 +427,10 @@ void Context::roll_back(const std::vector<int32_t>& sequences, const std::vector
   }
 }
 
+bool Context::interrupted() const noexcept {
+  return Activity::ending() || (interrupt_ != nullptr && interrupt_->load(std::memory_order_relaxed));
+}
+
 bool Context::on_node(ggml_tensor* node, bool ask, void* self) noexcept {
   auto* context = static_cast<Context*>(self);
   if (ask) {
@@ -441,8 +441,7 @@ bool Context::on_node(ggml_tensor* node, bool ask, void* self) noexcept {
       if (context->observer_ != nullptr) context->observer_->begin_graph();
     }
   }
-  const auto* interrupt = context->interrupt_;
-  if (interrupt != nullptr && interrupt->load(std::memory_order_relaxed)) context->stopped_ = true;
+  if (context->interrupted()) context->stopped_ = true;
   // Returning false ends one backend split only; asking for the first node of those that follow and
   // refusing it ends them too, before they compute on stale inputs.
   if (context->stopped_) return ask;

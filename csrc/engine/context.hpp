@@ -118,6 +118,7 @@ class Context {
   void keep_logits();
   void roll_back(const std::vector<int32_t>& sequences, const std::vector<int32_t>& last);
   void check_sequence(int32_t seq) const;
+  bool interrupted() const noexcept;
   static bool on_node(ggml_tensor* node, bool ask, void* self) noexcept;
 
   std::shared_ptr<Model> model_;

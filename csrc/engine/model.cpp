@@ -11,6 +11,7 @@
 #include "engine/error.hpp"
 #include "engine/internals.hpp"
 #include "engine/log.hpp"
+#include "engine/shutdown.hpp"
 
 namespace llamatap {
 
@@ -126,6 +127,7 @@ Model::Model(std::unique_ptr<llama_model, Free> model, std::string path, const M
 
 std::shared_ptr<Model> Model::load(const std::string& path, const ModelOptions& options,
                                    const std::function<bool(float)>& progress) {
+  const Activity activity;
   auto metadata = read_metadata(path);
 
   struct Progress {
@@ -144,7 +146,7 @@ std::shared_ptr<Model> Model::load(const std::string& path, const ModelOptions& 
   params.progress_callback = [](float fraction, void* data) {
     auto* shared = static_cast<Progress*>(data);
     shared->fraction = fraction;
-    return !*shared->stop;
+    return !*shared->stop && !Activity::ending();
   };
 
   std::unique_ptr<llama_model, Free> model;
@@ -156,7 +158,7 @@ std::shared_ptr<Model> Model::load(const std::string& path, const ModelOptions& 
         state.stop = &stop;
         model.reset(llama_model_load_from_file(path.c_str(), params));
         reason = said(log);
-        stopped = stop;
+        stopped = stop || Activity::ending();
       },
       [&] { return progress && progress(state.fraction); });
   if (stopped) throw Interrupted();

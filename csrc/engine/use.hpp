@@ -6,6 +6,7 @@
 
 #include "engine/error.hpp"
 #include "engine/model.hpp"
+#include "engine/shutdown.hpp"
 
 namespace llamatap {
 
@@ -21,6 +22,7 @@ class Use {
   }
 
  private:
+  Activity activity_;
   std::unique_lock<std::mutex> lock_;
 };
 

@@ -8,6 +8,10 @@
 #include <mutex>
 #include <thread>
 
+#ifdef __GLIBCXX__
+#include <cxxabi.h>
+#endif
+
 namespace llamatap {
 
 /// Called on the waiting thread while the engine works on another; true asks for an end. This is how
@@ -42,6 +46,13 @@ void run_polling(Work&& work, const Poll& poll) {
       lock.unlock();
       try {
         stop = poll();
+#ifdef __GLIBCXX__
+      } catch (abi::__forced_unwind&) {
+        // The thread is being ended (Python does so when it goes down); this must go on.
+        stop = true;
+        thread.join();
+        throw;
+#endif
       } catch (...) {
         poll_error = std::current_exception();
         stop = true;

@@ -22,10 +22,11 @@ _SIGNED = ("--layers", "--window")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the result is the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    for index in range(len(given) - 1):
-        if given[index] in _SIGNED and given[index + 1].startswith("-"):
-            given[index : index + 2] = [f"{given[index]}={given[index + 1]}", ""]
-    parsed = _parser().parse_args([item for item in given if item])
+    for option in _SIGNED:
+        if option in given[:-1]:
+            index = given.index(option)
+            given[index : index + 2] = [f"{option}={given[index + 1]}"]
+    parsed = _parser().parse_args(given)
     try:
         status: int = parsed.run(parsed)
     except (Error, OSError) as error:

@@ -21,6 +21,7 @@ __all__: list[str] = [
     "drain_log",
     "load_backends",
     "read_metadata",
+    "shut_down",
 ]
 
 class Model:
@@ -355,4 +356,9 @@ def read_metadata(
 ) -> dict[str, bool | int | int | float | str | list[bool] | list[int] | list[int] | list[float] | list[str]]:
     """
     The metadata of a GGUF file, without arrays of more than 1,024 elements.
+    """
+
+def shut_down() -> None:
+    """
+    Stop all running work and refuse new: for the interpreter's exit.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import platform
@@ -21,6 +22,8 @@ __all__ = ["_core", "build_config", "default_threads", "ensure_backends", "flush
 _logger = logging.getLogger("llamatap")
 _logger.addHandler(logging.NullHandler())
 _loaded = False
+# Before the interpreter goes down, while threads that compute can still be stopped in good order.
+atexit.register(_core.shut_down)
 
 
 def ensure_backends() -> None:

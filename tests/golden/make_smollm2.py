@@ -18,7 +18,8 @@ import transformers
 PROMPTS = [
     "The quick brown fox jumps over the lazy dog, and then it sleeps.",
     "<|im_start|>user\nWrite a haiku about rivers.<|im_end|>\n<|im_start|>assistant\n",
-    "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n\nprint(fibonacci(10))",
+    "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n\n"
+    "print(fibonacci(10))",
 ]
 # Rows kept of each prompt: the first (its values are huge), some in between, the last.
 ROWS = [0, 1, 5, -2, -1]

@@ -15,7 +15,7 @@ from llamatap.fetch import fetch
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tiny import TinyLlama, write_as_f32  # noqa: E402
+from tiny import TinyLlama, write_as_f32
 
 #: Options under which results do not depend on how work is cut: float32 throughout, one kind of kernel.
 EXACT: lt.context.ContextOptions = {"type_k": "f32", "type_v": "f32", "flash_attn": False, "n_threads": 2}

@@ -76,7 +76,10 @@ def test_a_truncated_changed_or_foreign_state_raises(tiny_model: lt.Model, smoll
         for bad in (b"", b"x" * 100, state[:-1], state[:20], state + b"x", bytes(damaged)):
             with pytest.raises(lt.InvalidInputError):
                 context.restore(0, bad)
-        with smollm2.context(n_ctx=256) as other, pytest.raises(lt.InvalidInputError, match="another context"):
+        with (
+            smollm2.context(n_ctx=256) as other,
+            pytest.raises(lt.InvalidInputError, match="another"),
+        ):
             other.restore(0, state)
         with tiny_model.context(n_ctx=256) as half, pytest.raises(lt.InvalidInputError, match="type_k"):
             half.restore(0, state)

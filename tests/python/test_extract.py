@@ -50,7 +50,9 @@ def test_dtypes_are_numpys_own_rounding(
     assert found.provenance["dtype"] == dtype
 
 
-def test_out_is_written_and_viewed(extractor: lt.Extractor, prompt: NDArray[np.int32], tmp_path: Path) -> None:
+def test_out_is_written_and_viewed(
+    extractor: lt.Extractor, prompt: NDArray[np.int32], tmp_path: Path
+) -> None:
     expected = extractor(prompt, [1, -1])
     out = np.full((50, 2, 64), np.nan, np.float32)
     found = extractor(prompt, [1, -1], out=out)
@@ -107,7 +109,7 @@ def test_a_wrong_out_raises_and_is_left_alone(
 
 
 def test_out_and_dtype_must_agree(extractor: lt.Extractor, prompt: NDArray[np.int32]) -> None:
-    with pytest.raises(lt.InvalidInputError, match="float16.*float32"):
+    with pytest.raises(lt.InvalidInputError, match=r"float16.*float32"):
         extractor(prompt, [1], out=np.zeros((50, 1, 64), np.float16), dtype="float32")
 
 
@@ -226,9 +228,7 @@ def test_text_token_ids_and_lists(tiny_model: lt.Model) -> None:
     assert len(lt.extract(tiny_model, text, [1], max_length=3)) == 3
 
 
-def test_a_given_context_is_empty_again_and_works_on(
-    tiny_model: lt.Model, rng: np.random.Generator
-) -> None:
+def test_a_given_context_is_empty_again_and_works_on(tiny_model: lt.Model, rng: np.random.Generator) -> None:
     tokens = random_tokens(rng, tiny_model, 40).tolist()
     with (
         tiny_model.context(n_ctx=512, n_seq_max=2, **EXACT) as context,

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import EXACT, random_tokens, relative
-from reference import llama
 from tiny import TinyLlama
 
 import llamatap as lt
+from reference import llama
 
 GOLDEN = Path(__file__).parent.parent / "data" / "smollm2_golden.npz"
 
@@ -57,7 +57,9 @@ def test_logits_are_the_head_applied_to_the_norm_of_the_last_state(
         assert relative(tap.states["norm"], normed) < 1e-6
 
 
-def test_embeddings_in_place_of_tokens(tiny: TinyLlama, tiny_model: lt.Model, rng: np.random.Generator) -> None:
+def test_embeddings_in_place_of_tokens(
+    tiny: TinyLlama, tiny_model: lt.Model, rng: np.random.Generator
+) -> None:
     values = rng.standard_normal((9, tiny.n_embd)).astype(np.float32)
     states, _, logits = llama.forward(shape_of(tiny), tiny.weights, values.astype(np.float64))
     batch = lt.Batch(n_embd=tiny.n_embd)

@@ -98,9 +98,7 @@ def test_several_sequences_come_back_in_batch_order(
     for seq, position in entries:
         last = position == len(prompts[seq]) - 1
         batch.add(int(prompts[seq][position]), position, seq, output=last or position == 2)
-    with tiny_model.context(
-        n_ctx=1024, n_seq_max=4, n_ubatch=16, kv_unified=kv_unified, **EXACT
-    ) as context:
+    with tiny_model.context(n_ctx=1024, n_seq_max=4, n_ubatch=16, kv_unified=kv_unified, **EXACT) as context:
         with context.tap(ALL, rows=rows) as tap:  # type: ignore[arg-type]
             context.decode(batch)
         expected = [whole(tiny_model, prompt).array for prompt in prompts]

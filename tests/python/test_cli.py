@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import llamatap as lt
+from llamatap.__main__ import main
+
+
+def test_info(smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", str(smollm2_path), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["arch"], facts["n_layer"], facts["n_embd"], facts["states"]) == ("llama", 30, 576, True)
+    assert list(facts["layers"]) == [*map(str, range(31)), "norm"]
+    assert main(["info", str(smollm2_path)]) == 0
+    assert "0..30" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--layers", "-2,norm"], [3, "norm"]),
+        (["--layers=0,1"], [0, 1]),
+        (["--layers", "-1", "--convention", "transformers"], ["norm"]),
+        ([], [3]),
+    ],
+)
+def test_extract_layers(
+    tiny_path: Path, tiny_model: lt.Model, tmp_path: Path, options: list[str], expected: list[lt.LayerId]
+) -> None:
+    out = tmp_path / "o.safetensors"
+    assert main(["extract", str(tiny_path), "--text", "hello", *options, "-o", str(out)]) == 0
+    states = lt.States.load(out)
+    assert list(states.layers) == expected
+    assert np.array_equal(states.array, lt.Extractor(tiny_model)("hello", expected).array)
+
+
+def test_extract_sources_and_options(
+    smollm2_path: Path, smollm2: lt.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "o.safetensors"
+
+    def extract(*options: str) -> lt.States:
+        assert main(["extract", str(smollm2_path), *options, "-o", str(out)]) == 0
+        return lt.States.load(out)
+
+    text = tmp_path / "prompt.txt"
+    text.write_text("Grüße")
+    tokens = smollm2.tokenize("Grüße").tolist()
+    assert extract("--file", str(text)).tokens.tolist() == tokens
+    assert extract("--tokens", ",".join(map(str, tokens))).tokens.tolist() == tokens
+    templated = smollm2.tokenize(smollm2.apply_chat_template([{"role": "user", "content": "Hi"}]))
+    assert extract("--chat", "Hi").tokens.tolist() == templated.tolist()
+    part = extract("--chat", "Hi", "--window", "-3:", "--dtype", "bfloat16", "--max-length", "10")
+    assert part.array.shape == (3, 1, 576)
+    assert part.array.dtype.name == "bfloat16"
+    assert extract("--chat", "Hi", "--pool", "mean").array.shape == (1, 576)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["info", "missing.gguf"],
+        ["info", __file__],
+        ["extract", "missing.gguf", "--text", "x", "-o", "o"],
+        ["extract", "MODEL", "--text", "x", "--layers", "99", "-o", "o"],
+        ["extract", "MODEL", "--text", "x", "--layers", "a", "-o", "o"],
+        ["extract", "MODEL", "--text", "x", "--window", "3", "-o", "o"],
+        ["extract", "MODEL", "--text", "", "-o", "o"],
+        ["extract", "MODEL", "--tokens", "a", "-o", "o"],
+        ["extract", "MODEL", "--chat", "x", "-o", "o"],
+        ["extract", "MODEL", "--file", "missing.txt", "-o", "o"],
+        ["fetch", "gpt5"],
+    ],
+)
+def test_mistakes_are_one_line_and_status_1(
+    tiny_path: Path,
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([str(tiny_path) if item == "MODEL" else item for item in arguments]) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("llamatap: ")
+    assert printed.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_fetch_prints_the_path(smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fetch", "smollm2"]) == 0
+    assert capsys.readouterr().out.strip() == str(smollm2_path)
+
+
+def test_build_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["build-config"]) == 0
+    assert json.loads(capsys.readouterr().out) == lt.build_config()
+
+
+def test_the_demo_draws(smollm2_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "demo.png"
+    assert main(["demo", "--model", str(smollm2_path), "-o", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "(13, 31, 576)" in printed
+
+
+def test_help_is_quick_and_needs_no_model() -> None:
+    done = subprocess.run([sys.executable, "-m", "llamatap", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "extract" in done.stdout

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import EXACT
+from safetensors import safe_open
+
+import llamatap as lt
+from llamatap.cache import file_sha256
+
+
+def test_the_array_outlives_model_and_context(tiny_path: Path) -> None:
+    model = lt.Model(tiny_path)
+    states = lt.extract(model, [5, 6, 7], [1, -1])
+    array, layer = states.array, states[-1]
+    copy, layer_copy = array.copy(), layer.copy()
+    model.close()
+    del states, model
+    gc.collect()
+    junk = [np.full(1000, np.nan) for _ in range(1000)]
+    assert np.array_equal(array, copy)
+    del array, junk
+    gc.collect()
+    assert np.array_equal(layer, layer_copy)
+    assert not layer.flags.writeable
+    with pytest.raises(ValueError, match="read-only"):
+        layer[0, 0] = 1
+
+
+def test_arrays_are_aligned_and_owned_by_nobody_else(tiny_model: lt.Model) -> None:
+    first = lt.extract(tiny_model, [5, 6, 7], [1])
+    second = lt.extract(tiny_model, [5, 6, 7], [1])
+    assert not np.shares_memory(first.array, second.array)
+    assert first.array.ctypes.data % 64 == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_save_and_load(tiny_model: lt.Model, tmp_path: Path, dtype: str) -> None:
+    states = lt.Extractor(tiny_model, **EXACT)([5, 6, 7], [-1, "norm", 0], dtype=dtype, window=(1, None))
+    path = tmp_path / "states.safetensors"
+    states.save(path)
+    with safe_open(path, framework="np") as file:
+        assert set(file.keys()) == {"hidden_states", "tokens"}
+        metadata = file.metadata()
+    assert json.loads(metadata["layers"]) == [4, "norm", 0]
+    assert json.loads(metadata["norm"]) == ["pre", "post", "pre"]
+    assert metadata["model_sha256"] == hashlib.sha256(tiny_model.path.read_bytes()).hexdigest()
+    again = lt.States.load(path)
+    assert again.array.dtype == states.array.dtype
+    assert np.array_equal(again.array, states.array)
+    assert np.array_equal(again["norm"], states["norm"])
+    assert np.array_equal(again[-1], states[-1])
+    assert again.tokens.tolist() == [6, 7]
+    assert again.provenance == {k: v for k, v in states.provenance.items() if v is not None}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["states.safetensors"]
+
+
+def test_loading_something_else_raises(tiny_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(lt.InvalidInputError):
+        lt.States.load(tiny_path)
+    with pytest.raises(FileNotFoundError):
+        lt.States.load(tmp_path / "missing.safetensors")
+
+
+def test_provenance_says_what_the_states_are(smollm2: lt.Model) -> None:
+    states = lt.extract(smollm2, "Hello", [-2, "norm"], max_length=5)
+    found = states.provenance
+    assert found["model"] == smollm2.path.name
+    assert found["model_sha256"] == hashlib.sha256(smollm2.path.read_bytes()).hexdigest()
+    assert (found["arch"], found["file_type"], found["n_layer"]) == ("llama", "Q4_1", 30)
+    assert found["engine_commit"] == lt.build_config()["engine_commit"]
+    assert found["llamatap_version"] == lt.__version__
+    assert (found["backend"], found["type_k"], found["type_v"]) == ("CPU", "f16", "f16")
+    assert isinstance(found["flash_attention"], bool)
+    assert (found["layers"], found["norm"]) == ([29, "norm"], ["pre", "post"])
+    assert found["max_length"] == 5
+
+
+def test_a_replaced_file_is_not_hashed_as_the_loaded_one(tiny_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    shutil.copy(tiny_path, path)
+    with lt.Model(path) as model:
+        states = lt.extract(model, [5], [1])
+        path.unlink()
+        path.write_bytes(b"another file")
+        assert states.provenance["model_sha256"] is None
+
+
+def test_hashes_are_remembered_until_the_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMATAP_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "file"
+    file.write_bytes(b"one")
+    first = file_sha256(file)
+    assert first == hashlib.sha256(b"one").hexdigest()
+    index = tmp_path / "cache" / "sha256.json"
+    index.write_text(index.read_text().replace(first, "remembered"))
+    assert file_sha256(file) == "remembered"
+    file.write_bytes(b"two!")
+    assert file_sha256(file) == hashlib.sha256(b"two!").hexdigest()
+    index.write_text("broken")
+    assert file_sha256(file) == hashlib.sha256(b"two!").hexdigest()
+
+
+def test_layers_that_were_not_asked_for_raise(tiny_model: lt.Model) -> None:
+    states = lt.extract(tiny_model, [5], [1, -1])
+    assert np.array_equal(states[4], states[-1])
+    with pytest.raises(lt.InvalidInputError, match=r"\[1, 4\]"):
+        states[2]
+    with pytest.raises(lt.InvalidInputError):
+        states[9]
+    assert "layers=[1, 4]" in repr(states)

@@ -1,0 +1,131 @@
+"""vendor/fetch.py against a small sdist of our own."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import sys
+import tarfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "vendor" / "fetch.py"
+
+pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="not a source checkout")
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("fetch_engine", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["fetch_engine"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+FILES = {
+    "LICENSE": b"licence",
+    "src/a.cpp": b"int a;",
+    "src/models/b.cpp": b"int b;",
+    "ggml/src/ggml.c": b"c",
+    "ggml/src/ggml-cuda/x.cu": b"cuda",
+    "tests/t.cpp": b"test",
+    "docs/big.md": b"docs",
+    ".git/config": b"git",
+}
+
+
+@pytest.fixture
+def sdist(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "pkg-1.0.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        for name, content in {**FILES, "../../outside": b""}.items():
+            prefix = "pkg-1.0/" if name.startswith("..") else "pkg-1.0/vendor/llama.cpp/"
+            member = tarfile.TarInfo(prefix + name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    pin: dict[str, Any] = json.loads((ROOT / "vendor" / "engine.json").read_text())
+    pin["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    pin_file = tmp_path / "engine.json"
+    pin_file.write_text(json.dumps(pin))
+    monkeypatch.setattr(script, "PIN_FILE", pin_file)
+    return path
+
+
+def contents(folder: Path) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()} - {".llamatap-stamp.json"}
+
+
+BUILD = {"LICENSE", "src/a.cpp", "src/models/b.cpp", "ggml/src/ggml.c", "ggml/src/ggml-cuda/x.cu"}
+
+
+def test_sets(script: ModuleType, sdist: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "vendor" / "llama.cpp"
+    script.fetch(folder, "build", sdist)
+    assert contents(folder) == BUILD
+    script.fetch(folder, "peers", sdist)
+    assert contents(folder) == BUILD | {"tests/t.cpp"}
+    # The larger set serves for the smaller one too, and a second call touches nothing.
+    before = os.stat(folder / "LICENSE").st_ino
+    script.fetch(folder, "build", tmp_path / "not needed")
+    assert os.stat(folder / "LICENSE").st_ino == before
+    assert [p.name for p in folder.parent.iterdir() if p.is_dir()] == ["llama.cpp"]
+
+
+@pytest.mark.parametrize("damage", ["missing", "changed", "stamp", "another pin", "list"])
+def test_a_damaged_folder_is_repaired(script: ModuleType, sdist: Path, tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "vendor" / "llama.cpp"
+    script.fetch(folder, "build", sdist)
+    stamp = folder / ".llamatap-stamp.json"
+    if damage == "missing":
+        (folder / "src/a.cpp").unlink()
+    elif damage == "changed":
+        (folder / "src/a.cpp").write_text("int z;")
+    elif damage == "stamp":
+        stamp.write_text(stamp.read_text()[:40])
+    elif damage == "another pin":
+        stamp.write_text(stamp.read_text().replace('"version": "0.3.36"', '"version": "0.3.35"'))
+    else:
+        stamp.write_text("[]")
+    (folder.parent / ".llama.cpp.leftover").mkdir()
+    script.fetch(folder, "build", sdist)
+    assert contents(folder) == BUILD
+    assert (folder / "src/a.cpp").read_bytes() == b"int a;"
+    assert [p.name for p in folder.parent.iterdir() if p.is_dir()] == ["llama.cpp"]
+
+
+def test_a_wrong_hash_is_an_error(script: ModuleType, sdist: Path, tmp_path: Path) -> None:
+    sdist.write_bytes(sdist.read_bytes() + b"x")
+    with pytest.raises(script.FetchError, match="sha256"):
+        script.fetch(tmp_path / "llama.cpp", "build", sdist)
+    assert not (tmp_path / "llama.cpp").exists()
+
+
+def test_an_interrupted_download_leaves_what_was_there(
+    script: ModuleType, sdist: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "vendor" / "llama.cpp"
+    script.fetch(folder, "build", sdist)
+    (folder / "src/a.cpp").unlink()
+    sdist.write_bytes(sdist.read_bytes()[:50])
+    with pytest.raises(script.FetchError):
+        script.fetch(folder, "build", sdist)
+    assert contents(folder) == BUILD - {"src/a.cpp"}
+
+
+def test_a_folder_of_someone_else_is_not_replaced(script: ModuleType, sdist: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "llama.cpp"
+    folder.mkdir()
+    (folder / "mine.txt").write_text("mine")
+    with pytest.raises(script.FetchError, match="not written by this program"):
+        script.fetch(folder, "build", sdist)
+    assert contents(folder) == {"mine.txt"}
