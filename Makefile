@@ -13,10 +13,31 @@ SOURCES := $(shell find csrc cmake python/llamatap vendor -path vendor/llama.cpp
 
 export LLAMATAP_CACHE ?= $(abspath $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamatap)
 
+# The compiler cache then serves every copy of the sources, wherever it lies.
+export CCACHE_BASEDIR ?= /
+export CCACHE_NOHASHDIR ?= true
+
 .PHONY: demo test lint format stubs bench dev package golden clean
 
+# Debian keeps venv and the headers in packages of their own.
+define HAVE_PYTHON
+import ensurepip, pathlib, sys, sysconfig
+sys.exit(sys.version_info < (3, 10) or not pathlib.Path(sysconfig.get_paths()["include"], "Python.h").exists())
+endef
+export HAVE_PYTHON
+
+.PHONY: python
+python:
+	@$(PYTHON) -c "$$HAVE_PYTHON" 2>/dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update -qq && apt-get install -y -qq python3-venv python3-dev; \
+	  else \
+	    echo "python3 (3.10 or newer) with venv and headers is needed: apt-get install python3-venv python3-dev"; \
+	    exit 1; \
+	  fi; }
+
 # What builds and tests need, installed once for each state of pyproject.toml.
-$(VENV)/.tools: pyproject.toml
+$(VENV)/.tools: pyproject.toml | python
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet "pip>=25.1"
 	$(PIP) install --quiet --group build --group test --group lint

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ def main(model_file: str, target: str) -> None:
     ).eval()
     last: list[torch.Tensor] = []
     model.model.norm.register_forward_pre_hook(lambda module, inputs: last.append(inputs[0]))
-    arrays: dict[str, np.ndarray] = {}
+    arrays: dict[str, Any] = {}
     for index, prompt in enumerate(PROMPTS):
         ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
         last.clear()

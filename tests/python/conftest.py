@@ -3,6 +3,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tiny import TinyLlama, write_as_f32
 
 #: Options under which results do not depend on how work is cut: float32 throughout, one kind of kernel.
-EXACT: lt.context.ContextOptions = {"type_k": "f32", "type_v": "f32", "flash_attn": False, "n_threads": 2}
+EXACT: dict[str, Any] = {"type_k": "f32", "type_v": "f32", "flash_attn": False, "n_threads": 2}
 
 
 def relative(found: NDArray[np.generic], expected: NDArray[np.generic]) -> float:

@@ -159,7 +159,7 @@ def test_wrong_entries_raise() -> None:
     with pytest.raises(lt.InvalidInputError, match="4"):
         embeddings.add_embedding(np.zeros(5, np.float32), 0)
     with pytest.raises(TypeError):
-        embeddings.add_embedding(np.zeros(4, np.float64), 0)  # type: ignore[arg-type]
+        embeddings.add_embedding(np.zeros(4, np.float64), 0)
     assert (len(batch), len(embeddings)) == (0, 0)
 
 
@@ -341,7 +341,12 @@ def test_wrong_sampler_options_raise(tiny_model: lt.Model, options: dict[str, An
 
 def test_wrong_logits_raise(tiny_model: lt.Model) -> None:
     sampler = lt.Sampler(tiny_model)
-    for wrong in (np.zeros(5, np.float32), np.zeros(259, np.float64), np.full(259, np.nan, np.float32)):
+    wrongs: list[Any] = [
+        np.zeros(5, np.float32),
+        np.zeros(259, np.float64),
+        np.full(259, np.nan, np.float32),
+    ]
+    for wrong in wrongs:
         with pytest.raises(lt.InvalidInputError):
             sampler.sample_logits(wrong)
     with pytest.raises(lt.InvalidInputError):

@@ -29,11 +29,12 @@ def test_layers_come_in_the_order_asked_for_repeats_kept(
     extractor: lt.Extractor, prompt: NDArray[np.int32]
 ) -> None:
     every = extractor(prompt, ALL)
-    some = extractor(prompt, ["norm", -1, 0, 2, 2, -2])
-    assert some.layers == ("norm", 4, 0, 2, 2, 3)
-    assert some.array.shape == (50, 6, 64)
+    asked: list[lt.LayerId] = ["norm", -1, 0, 2, 2, -2]
+    some = extractor(prompt, asked)
     for column, layer in enumerate(some.layers):
         assert np.array_equal(some.array[:, column], every[layer])
+    assert some.layers == ("norm", 4, 0, 2, 2, 3)
+    assert some.array.shape == (50, 6, 64)
     assert np.array_equal(some[-5], every[0])
     assert extractor(prompt, 2).layers == (2,)
 
@@ -169,11 +170,11 @@ def test_chunked_equals_whole(
     extractor: lt.Extractor,
     tiny_model: lt.Model,
     prompt: NDArray[np.int32],
-    sizes: dict[str, int],
+    sizes: dict[str, Any],
     layers: list[lt.LayerId],
 ) -> None:
     whole = extractor(prompt, layers)
-    with lt.Extractor(tiny_model, **EXACT, **sizes) as small:  # type: ignore[misc]
+    with lt.Extractor(tiny_model, **EXACT, **sizes) as small:
         assert relative(small(prompt, layers).array, whole.array) < 1e-6
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import llamatap as lt
-from llamatap import _core
+from llamatap._native import _core
 
 LIBRARIES = Path(_core.__file__).parent / "lib"
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,7 +75,7 @@ def test_chat_templates_are_sandboxed_and_their_errors_are_ours(
 ) -> None:
     messages = [{"role": "user", "content": "<b> & ü"}]
 
-    def render(template: str, **kwargs: object) -> str:
+    def render(template: str, **kwargs: Any) -> str:
         return tiny_model.apply_chat_template(messages, template=template, **kwargs)
 
     assert render("{{ bos_token }}{{ messages[0].content | tojson }}") == '<s>"<b> & ü"'

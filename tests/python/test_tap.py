@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from conftest import EXACT, random_tokens, relative
@@ -145,7 +147,8 @@ def test_arrays_of_earlier_decodes_stay(tiny_model: lt.Model, rng: np.random.Gen
 
 def test_wrong_taps(tiny_model: lt.Model) -> None:
     with tiny_model.context(n_ctx=256) as context:
-        for layers in ([], [9], ["post"]):
+        wrong: list[Any] = [[], [9], ["post"]]
+        for layers in wrong:
             with pytest.raises(lt.InvalidInputError), context.tap(layers):
                 pass
         with pytest.raises(lt.InvalidInputError), context.tap([1], rows="some"):  # type: ignore[arg-type]

@@ -34,7 +34,8 @@ class TinyLlama:
         kv = self.n_embd // self.n_head * self.n_head_kv
 
         def matrix(rows: int, columns: int) -> NDArray[np.float32]:
-            return (rng.standard_normal((rows, columns)) / np.sqrt(columns)).astype(np.float32)
+            values = rng.standard_normal((rows, columns), np.float32)
+            return values / np.float32(np.sqrt(columns))
 
         def norm() -> NDArray[np.float32]:
             return rng.uniform(0.5, 1.5, self.n_embd).astype(np.float32)

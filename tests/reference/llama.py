@@ -50,7 +50,8 @@ def attention(q: Array, k: Array, v: Array) -> Array:
     scores = np.where(np.tril(np.ones((n, n), bool)), scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    return np.einsum("hqk,khd->qhd", weights, v).reshape(n, heads * width)
+    mixed: Array = np.einsum("hqk,khd->qhd", weights, v).reshape(n, heads * width)
+    return mixed
 
 
 def forward(

@@ -1,0 +1,141 @@
+"""What capture costs, and what early exit saves.
+
+    python bench/capture.py [MODEL] [--rounds N] [--tokens N] [--threads N]
+
+Each round runs every variant once, one after another, so that slow phases of the machine fall on all of
+them; the figures are medians of the rounds' ratios to plain decoding in the same round. Writes JSON to
+bench/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+import llamatap as lt
+from llamatap.fetch import fetch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def timed(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def variants(
+    model: lt.Model, tokens: list[int], threads: int | None
+) -> dict[str, tuple[str, Callable[[], object]]]:
+    """Name -> (what it is compared with, the work)."""
+    n = model.n_layer
+    four = [2, n // 2, n - 3, n]
+    every = list(range(n + 1))
+    context = model.context(n_ctx=len(tokens) + 512, n_threads=threads)
+    batch = lt.Batch.of(tokens)
+    extractor = lt.Extractor(model, n_threads=threads)
+    short = [tokens[i : i + 8 + i % 53] for i in range(0, len(tokens) - 60, 2)][:200]
+
+    def prefill(layers: list[lt.LayerId] | None, rows: str = "outputs") -> Callable[[], object]:
+        def work() -> None:
+            context.memory.clear()
+            if layers is None:
+                context.decode(batch)
+            else:
+                with context.tap(layers, rows=rows):  # type: ignore[arg-type]
+                    context.decode(batch)
+
+        return work
+
+    def steps(layers: list[lt.LayerId] | None) -> Callable[[], object]:
+        def loop() -> None:
+            for position in range(32):
+                context.decode(lt.Batch.of([tokens[position]], pos0=position))
+
+        def work() -> None:
+            context.memory.clear()
+            if layers is None:
+                loop()
+            else:
+                with context.tap(layers):
+                    loop()
+
+        return work
+
+    return {
+        "plain prefill": ("", prefill(None)),
+        "tap of 4 layers, all rows": ("plain prefill", prefill([*four], "all")),
+        "tap of 4 layers, outputs": ("plain prefill", prefill([*four])),
+        "extract [n//2]": ("plain prefill", lambda: extractor(tokens, [n // 2])),
+        "extract [-2]": ("plain prefill", lambda: extractor(tokens, [-2])),
+        "extract all layers": ("plain prefill", lambda: extractor(tokens, every)),
+        "32 plain steps": ("", steps(None)),
+        "32 steps, tap of 4 layers": ("32 plain steps", steps([*four])),
+        f"extract [-2] of {len(short)} short prompts, a token": (
+            "extract [-2], a token",
+            lambda: extractor(short, [-2]),
+        ),
+    } | {"_short": ("", lambda: sum(map(len, short)))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What capture costs, and what early exit saves.")
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--threads", type=int)
+    arguments = parser.parse_args()
+
+    with lt.Model(arguments.model or fetch("smollm2")) as model:
+        tokens = np.random.default_rng(0).integers(100, model.n_vocab, arguments.tokens).tolist()
+        work = variants(model, tokens, arguments.threads)
+        n_short = int(str(work.pop("_short")[1]()))
+        for _, run in work.values():
+            run()
+        seconds: dict[str, list[float]] = {name: [] for name in work}
+        for _ in range(arguments.rounds):
+            for name, (_, run) in work.items():
+                seconds[name].append(timed(run))
+        head = {
+            "machine": machine(),
+            "model": model.path.name,
+            "tokens": len(tokens),
+            "rounds": arguments.rounds,
+            "build": lt.build_config(),
+        }
+    seconds["extract [-2], a token"] = [s / len(tokens) for s in seconds["extract [-2]"]]
+    for name in work:
+        if name.endswith("short prompts, a token"):
+            seconds[name] = [s / n_short for s in seconds[name]]
+
+    print(f"{head['machine']}; {head['model']}; {len(tokens)} tokens; medians of {arguments.rounds} rounds")
+    results = {}
+    for name, (base, _) in work.items():
+        row: dict[str, object] = {"seconds": statistics.median(seconds[name])}
+        line = f"{name:48} {statistics.median(seconds[name]):10.5f} s"
+        if base:
+            ratio = statistics.median(a / b for a, b in zip(seconds[name], seconds[base], strict=True))
+            row |= {"ratio": ratio, "to": base}
+            line += f"   {ratio:5.2f}x {base}"
+        results[name] = row
+        print(line)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "capture.json").write_text(json.dumps({**head, "results": results}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
