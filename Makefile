@@ -17,7 +17,7 @@ export LLAMATAP_CACHE ?= $(abspath $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamat
 export CCACHE_BASEDIR ?= /
 export CCACHE_NOHASHDIR ?= true
 
-.PHONY: demo test lint format stubs bench dev package golden clean
+.PHONY: demo test lint format stubs bench dev package golden debug sanitize clean
 
 # Debian keeps venv and the headers in packages of their own.
 define HAVE_PYTHON
@@ -81,3 +81,28 @@ package: $(VENV)/.tools
 
 clean:
 	rm -rf build dist $(VENV)
+
+# The oracle rows of tests/data, from transformers.
+golden: $(VENV)/.installed
+	$(PYTHON) -m venv .venv-golden
+	.venv-golden/bin/python -m pip install --quiet torch transformers gguf accelerate
+	.venv-golden/bin/python tests/golden/make_smollm2.py "$$($(BIN)/llamatap fetch smollm2)" tests/data/smollm2_golden.npz
+
+# Builds of their own, in environments of their own: the usual one stays as it is.
+DEBUG_TOOLS = $(PYTHON) -m venv $(1) && $(1)/bin/python -m pip install --quiet "pip>=25.1" && \
+	$(1)/bin/python -m pip install --quiet --group build --group test
+
+debug: | python
+	$(call DEBUG_TOOLS,.venv-debug)
+	.venv-debug/bin/python -m pip install --no-build-isolation ".[demo]" -C cmake.build-type=Debug
+	.venv-debug/bin/python -m pytest
+
+# Python itself is not instrumented: the runtime is preloaded, and what CPython leaves at exit is not ours.
+sanitize: | python
+	$(call DEBUG_TOOLS,.venv-sanitize)
+	.venv-sanitize/bin/python -m pip install --no-build-isolation ".[demo]" \
+	  -C cmake.build-type=RelWithDebInfo -C cmake.define.LLAMATAP_SANITIZE=address,undefined \
+	  -C build-dir=build/sanitize
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	  .venv-sanitize/bin/python -m pytest -p no:cacheprovider
