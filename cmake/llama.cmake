@@ -30,6 +30,7 @@ if(LLAMATAP_PORTABLE)
   set(GGML_CPU_ALL_VARIANTS ON CACHE BOOL "" FORCE)
 elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   set(GGML_NATIVE OFF CACHE BOOL "" FORCE)
+  set(GGML_CPU_ALL_VARIANTS OFF CACHE BOOL "" FORCE)
   execute_process(
     COMMAND "${CMAKE_C_COMPILER}" -march=native -dM -E -x c /dev/null
     OUTPUT_VARIABLE LLAMATAP_NATIVE_MACROS COMMAND_ERROR_IS_FATAL ANY)
@@ -42,13 +43,14 @@ elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
     list(GET pair 0 feature)
     list(GET pair 1 macro)
     if(LLAMATAP_NATIVE_MACROS MATCHES "#define ${macro} ")
-      set(GGML_${feature} ON CACHE BOOL "For this machine's CPU")
+      set(GGML_${feature} ON CACHE BOOL "" FORCE)
     else()
-      set(GGML_${feature} OFF CACHE BOOL "For this machine's CPU")
+      set(GGML_${feature} OFF CACHE BOOL "" FORCE)
     endif()
   endforeach()
 else()
   set(GGML_NATIVE ON CACHE BOOL "Tune the CPU back end for this machine")
+  set(GGML_CPU_ALL_VARIANTS OFF CACHE BOOL "" FORCE)
 endif()
 # A second OpenMP runtime beside PyTorch's starves both; contexts attach the engine's own thread pool.
 set(GGML_OPENMP OFF CACHE BOOL "Use OpenMP instead of the engine's own thread pool")
@@ -82,7 +84,7 @@ add_subdirectory("${LLAMATAP_ENGINE_SOURCE}/src" engine/llama EXCLUDE_FROM_ALL S
 # Names of our own and no version links: the loader takes a library that is already in the process
 # for one of the same SONAME, and wheels cannot hold links (each would become a copy).
 set(LLAMATAP_ENGINE_TARGETS llama ggml ggml-base ${GGML_AVAILABLE_BACKENDS})
-# The engine's AMX kernels die of SIGILL when compiled by GCC (llama.cpp#26954): never built, never shipped.
+# The engine's AMX kernels die of SIGILL when compiled by GCC (llama.cpp#26954): never chosen, never shipped.
 list(REMOVE_ITEM LLAMATAP_ENGINE_TARGETS ggml-cpu-sapphirerapids)
 foreach(target IN LISTS LLAMATAP_ENGINE_TARGETS)
   foreach(property VERSION SOVERSION PUBLIC_HEADER)

@@ -88,9 +88,16 @@ def fault(folder: Path, pin: dict[str, Any], name: str) -> str | None:
         return "it has no readable stamp"
     if not isinstance(stamp, dict) or stamp.get("pin") != identity(pin):
         return "it is of another pin"
-    if SETS.index(stamp["set"]) < SETS.index(name):
-        return f"it holds the set '{stamp['set']}', not '{name}'"
-    for path, digest in stamp["files"].items():
+    held, files = stamp.get("set"), stamp.get("files")
+    if held not in SETS or not isinstance(files, dict) or not files:
+        return "its stamp is damaged"
+    if SETS.index(held) < SETS.index(name):
+        return f"it holds the set '{held}', not '{name}'"
+    # CMake takes whatever source files it finds.
+    present = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()} - {STAMP}
+    if extra := present - set(files):
+        return f"{min(extra)} was added"
+    for path, digest in files.items():
         file = folder / path
         if not file.is_file():
             return f"{path} is missing"
@@ -131,7 +138,7 @@ def unpack(pin: dict[str, Any], name: str, sdist: Path, target: Path) -> None:
             _, mark, path = member.name.partition(marker)
             if not mark or not member.isfile() or not wanted(pin, name, path):
                 continue
-            if ".." in path.split("/"):
+            if ".." in path.split("/") or path.startswith("/"):
                 raise FetchError(f"{sdist.name} holds a path outside its folder: {path}")
             source = archive.extractfile(member)
             if source is None:
@@ -156,8 +163,9 @@ def fetch(folder: Path, name: str, sdist: Path | None = None, *, quiet: bool = F
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f".{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for leftover in folder.parent.glob(f".{folder.name}.*/"):
-            shutil.rmtree(leftover)
+        for leftover in folder.parent.glob(f".{folder.name}.*"):
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
         reason = fault(folder, pin, name)
         if reason is None:
             return

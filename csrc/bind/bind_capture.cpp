@@ -60,6 +60,7 @@ void register_capture(py::module_& module) {
           py::arg("model"))
       .def_property_readonly("n_layer", &LayerMap::n_layer)
       .def_property_readonly("n_embd", &LayerMap::n_embd)
+      .def_property_readonly("has_memory", &LayerMap::has_memory)
       .def_property_readonly("norm_slot", &LayerMap::norm_slot)
       .def_property_readonly(
           "nodes",

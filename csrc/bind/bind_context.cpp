@@ -41,16 +41,18 @@ std::tuple<py::array, Ints> run_tapped(Context& context, const ConstMap& map,
                                        bool outputs_only, const Batch& batch) {
   const TapPlan plan{slots, parse_dtype(dtype_name), outputs_only};
   Tapped tapped;
+  // A copy of the batch: another thread may change it while the engine computes.
+  const Batch copy = batch;
   {
-    // A copy of the batch: another thread may change it while the engine computes.
-    const Batch copy = batch;
     const Poll poll = signal_poll();
     const GilReleased released;
     tapped = decode_tapped(context, map, plan, copy, poll);
   }
   const std::vector<py::ssize_t> shape{static_cast<py::ssize_t>(tapped.rows.size()),
                                        static_cast<py::ssize_t>(slots.size()), map->n_embd()};
-  return {view_of(tapped.block, shape, plan.dtype, false), to_array(tapped.rows)};
+  std::vector<int32_t> tokens;
+  for (const int32_t row : tapped.rows) tokens.push_back(copy.has_embeddings() ? -1 : copy.tokens()[row]);
+  return {view_of(tapped.block, shape, plan.dtype, false), to_array(tokens)};
 }
 
 }  // namespace
@@ -72,6 +74,8 @@ void register_context(py::module_& module) {
            py::arg("type_k"), py::arg("type_v"), py::arg("flash_attention"), py::arg("kv_unified"),
            py::arg("swa_full"))
       .def_property_readonly("n_ctx", &Context::n_ctx)
+      .def_property_readonly("n_ctx_seq", &Context::n_ctx_seq)
+      .def_property_readonly("nodes_seen", &Context::nodes_seen)
       .def_property_readonly("n_batch", &Context::n_batch)
       .def_property_readonly("n_ubatch", &Context::n_ubatch)
       .def_property_readonly("flash_attention", &Context::flash_attention)
@@ -84,18 +88,21 @@ void register_context(py::module_& module) {
             const Batch copy = batch;
             const Poll poll = signal_poll();
             const GilReleased released;
-            context.decode(copy, nullptr, false, poll);
+            context.decode(copy, nullptr, poll);
           },
           py::arg("batch"))
       .def("decode_tapped", &run_tapped, py::arg("map"), py::arg("slots"), py::arg("dtype"),
            py::arg("outputs_only"), py::arg("batch"),
-           "Decode and capture: (array [rows, n_slots, n_embd], int32 rows of the batch).")
-      .def("extract", &run_extract, py::arg("map"), py::arg("slots"), py::arg("dtype"), py::arg("jobs"),
+           "Decode and capture: (array [rows, n_slots, n_embd], int32 token ids of the rows).")
+      .def("extract", &run_extract, py::arg("map"), py::arg("slots"), py::arg("dtype"),
+           py::arg("jobs").noconvert(),
            "Capture without logits: jobs are (tokens, begin, end, pooling, out as bytes), a sequence each.")
       .def(
           "logits",
           [](const Context& context, int32_t row) {
-            return py::array_t<float>(context.model()->vocab().size(), context.logits(row));
+            py::array_t<float> values(context.model()->vocab().size());
+            context.copy_logits(row, values.mutable_data());
+            return values;
           },
           py::arg("row"))
       .def("memory_clear", &Context::memory_clear)
@@ -107,7 +114,6 @@ void register_context(py::module_& module) {
            py::arg("delta"))
       .def("memory_first", &Context::memory_first, py::arg("seq"))
       .def("memory_last", &Context::memory_last, py::arg("seq"))
-      .def("memory_empty", &Context::memory_empty)
       .def(
           "save",
           [](const Context& context, int32_t seq) {

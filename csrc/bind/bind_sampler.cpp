@@ -20,7 +20,9 @@ void register_sampler(py::module_& module) {
       .def(
           "sample",
           [](Sampler& sampler, const Context& context, int32_t row) {
-            return sampler.sample(context.logits(row), context.model()->vocab().size());
+            std::vector<float> logits(static_cast<size_t>(context.model()->vocab().size()));
+            context.copy_logits(row, logits.data());
+            return sampler.sample(logits.data(), context.model()->vocab().size());
           },
           py::arg("context"), py::arg("row"))
       .def(

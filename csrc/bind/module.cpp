@@ -5,6 +5,7 @@ PYBIND11_MODULE(_core, module) {
   using namespace llamatap::bind;
   module.doc() = "llamatap's native core. Private: use the llamatap package.";
   llamatap::install_log_sink();
+  llamatap::Activity::owner();
   register_errors(module);
   register_backend(module);
   register_model(module);

@@ -6,9 +6,6 @@ namespace llamatap {
 
 void extract(Context& context, const std::shared_ptr<const LayerMap>& map, const std::vector<int32_t>& slots,
              DType dtype, const std::vector<ExtractJob>& jobs, const Poll& poll) {
-  if (!context.memory_empty()) {
-    throw InvalidInput("the context holds tokens; extraction needs an empty one (memory.clear() empties it)");
-  }
   const size_t row_bytes = slots.size() * static_cast<size_t>(map->n_embd()) * item_size(dtype);
   const bool past_only = context.causal() && context.has_memory();
 
@@ -42,15 +39,8 @@ void extract(Context& context, const std::shared_ptr<const LayerMap>& map, const
     }
   }
 
-  struct Clear {
-    Context& context;
-    ~Clear() { context.memory_clear(); }
-  };
-  {
-    Recorder recorder(map, slots, dtype, std::move(targets));
-    const Clear clear{context};
-    context.decode(batch, &recorder, /*memory_is_scratch=*/true, poll);
-  }
+  Recorder recorder(map, slots, dtype, std::move(targets));
+  context.decode_scratch(batch, recorder, poll);
   size_t next = 0;
   for (const auto& job : jobs) {
     if (job.pooling == Pooling::none) continue;

@@ -33,11 +33,14 @@ const ggml_tensor* data_source(const ggml_tensor& node, int weight) {
 
 }  // namespace
 
-const char* given_name(const ggml_tensor* tensor) {
-  if (tensor == nullptr) return "";
-  const bool numbered =
-      std::strncmp(tensor->name, "node_", 5) == 0 || std::strncmp(tensor->name, "leaf_", 5) == 0;
-  return numbered ? "" : tensor->name;
+std::string given_name(const ggml_tensor* tensor) {
+  if (tensor == nullptr) return {};
+  std::string name = tensor->name;
+  const auto first = name.find('#');
+  const auto last = name.rfind('#');
+  if (first != last) name = name.substr(first + 1, last - first - 1);
+  const bool numbered = name.rfind("node_", 0) == 0 || name.rfind("leaf_", 0) == 0;
+  return numbered ? std::string() : name;
 }
 
 NodeSignature NodeSignature::of(const ggml_tensor& node) {
@@ -45,7 +48,7 @@ NodeSignature NodeSignature::of(const ggml_tensor& node) {
 }
 
 bool NodeSignature::matches(const ggml_tensor& node) const {
-  return name == given_name(&node) && op == static_cast<int32_t>(node.op) &&
+  return op == static_cast<int32_t>(node.op) && name == given_name(&node) &&
          source0 == given_name(node.src[0]) && source1 == given_name(node.src[1]);
 }
 
@@ -164,7 +167,8 @@ std::shared_ptr<const LayerMap> LayerMap::resolve(const std::shared_ptr<Model>& 
     }
     sources.push_back(std::move(source));
   }
-  return std::shared_ptr<const LayerMap>(new LayerMap(std::move(sources), model->n_embd()));
+  return std::shared_ptr<const LayerMap>(
+      new LayerMap(std::move(sources), model->n_embd(), context.has_memory()));
 }
 
 }  // namespace llamatap

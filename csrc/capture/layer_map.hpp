@@ -12,8 +12,9 @@ struct ggml_tensor;
 
 namespace llamatap {
 
-/// The name that the model's code gave a tensor; "" for one that ggml numbered, differently in each graph.
-const char* given_name(const ggml_tensor* tensor);
+/// The name that the model's code gave a tensor; "" for one that ggml numbered, differently in each graph. A
+/// copy on another back end ("CUDA0#name#0") has the name of what it is a copy of.
+std::string given_name(const ggml_tensor* tensor);
 
 /// How a node of the engine's graphs is recognised. Names alone are not unique in every architecture.
 struct NodeSignature {
@@ -65,15 +66,18 @@ class LayerMap {
 
   int32_t n_layer() const { return static_cast<int32_t>(sources_.size()) - 2; }
   int32_t n_embd() const { return n_embd_; }
+  /// Whether the model keeps a memory of past tokens; one that does not sees a batch at once.
+  bool has_memory() const { return has_memory_; }
   int32_t norm_slot() const { return n_layer() + 1; }
   const std::vector<LayerSource>& sources() const { return sources_; }
 
  private:
-  LayerMap(std::vector<LayerSource> sources, int32_t n_embd)
-      : sources_(std::move(sources)), n_embd_(n_embd) {}
+  LayerMap(std::vector<LayerSource> sources, int32_t n_embd, bool has_memory)
+      : sources_(std::move(sources)), n_embd_(n_embd), has_memory_(has_memory) {}
 
   std::vector<LayerSource> sources_;
   int32_t n_embd_;
+  bool has_memory_;
 };
 
 }  // namespace llamatap

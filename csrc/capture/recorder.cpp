@@ -4,6 +4,7 @@
 #include <ggml.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "engine/error.hpp"
@@ -20,9 +21,9 @@ void Pool::take(const float* values, size_t offset, size_t count) {
       for (size_t i = 0; i < count; ++i) pooled[i] += double{values[i]};
       break;
     case Pooling::max:
-      // A NaN stays, as in NumPy.
+      // A NaN comes and stays, as in NumPy.
       for (size_t i = 0; i < count; ++i) {
-        if (!(double{values[i]} <= pooled[i])) pooled[i] = double{values[i]};
+        if (values[i] > pooled[i] || std::isnan(values[i])) pooled[i] = double{values[i]};
       }
       break;
     case Pooling::last:
@@ -44,7 +45,6 @@ Recorder::Recorder(std::shared_ptr<const LayerMap> map, std::vector<int32_t> slo
                    std::vector<RowTarget> targets)
     : map_(std::move(map)),
       columns_(map_->sources().size()),
-      n_columns_(slots.size()),
       dtype_(dtype),
       targets_(std::move(targets)),
       next_(map_->sources().size(), 0),
@@ -82,7 +82,7 @@ void Recorder::begin_graph() noexcept {
 }
 
 int32_t Recorder::slot_of(const ggml_tensor& node) const {
-  const auto named = slots_by_name_.find(std::string_view(given_name(&node)));
+  const auto named = slots_by_name_.find(given_name(&node));
   if (named == slots_by_name_.end()) return -1;
   for (const int32_t slot : named->second) {
     if (map_->sources()[slot].node.matches(node)) return slot;
@@ -95,7 +95,8 @@ bool Recorder::wants(const ggml_tensor* node) noexcept {
   // With embeddings in place of tokens, the first stream may be the input itself, which no node computes.
   for (int i = 0; i < 2 && seen_[0] == nullptr; ++i) {
     const ggml_tensor* source = node->src[i];
-    if (source != nullptr && source->op == GGML_OP_NONE && map_->sources()[0].node.name == source->name) {
+    if (source != nullptr && source->op == GGML_OP_NONE &&
+        map_->sources()[0].node.name == given_name(source)) {
       seen_[0] = source;
       if (!columns_[0].empty()) copy(0, *source);
     }
@@ -163,6 +164,10 @@ void Recorder::end() {
   for (size_t slot = 0; slot < columns_.size(); ++slot) {
     if (columns_[slot].empty()) continue;
     const auto expected = map_->sources()[slot].cropped ? piece_->output_rows.size() : piece_->rows.size();
+    if (slot == 0 && next_[slot] == 0) {
+      throw Unsupported(
+          "layer 0 is not in the graph of this batch; of embeddings it cannot be had on this model");
+    }
     if (next_[slot] != expected) {
       throw EngineFailed("layer slot " + std::to_string(slot) + " gave " + std::to_string(next_[slot]) +
                          " rows where " + std::to_string(expected) + " were expected; please report this");

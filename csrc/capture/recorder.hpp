@@ -3,7 +3,6 @@
 #include <cstddef>
 #include <memory>
 #include <string>
-#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -61,13 +60,12 @@ class Recorder : public DecodeObserver {
 
   std::shared_ptr<const LayerMap> map_;
   std::vector<std::vector<size_t>> columns_;  // by slot: where it goes in a row, once for each repeat
-  size_t n_columns_;
   DType dtype_;
   std::vector<RowTarget> targets_;
   bool any_cropped_ = false;
   int32_t last_slot_ = -1;
 
-  std::unordered_map<std::string_view, std::vector<int32_t>> slots_by_name_;
+  std::unordered_map<std::string, std::vector<int32_t>> slots_by_name_;
   const Piece* piece_ = nullptr;
   std::vector<size_t> next_;  // by slot: how many rows of the piece have come
   std::vector<float> staging_;

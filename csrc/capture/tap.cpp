@@ -17,7 +17,7 @@ Tapped decode_tapped(Context& context, const std::shared_ptr<const LayerMap>& ma
     targets[tapped.rows[i]].row = tapped.block->data() + i * row_bytes;
   }
   Recorder recorder(map, plan.slots, plan.dtype, std::move(targets));
-  context.decode(batch, &recorder, /*memory_is_scratch=*/false, poll);
+  context.decode(batch, &recorder, poll);
   return tapped;
 }
 

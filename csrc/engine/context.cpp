@@ -29,6 +29,11 @@ ggml_type cache_type(const std::string& name) {
                      "'; known are f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0, q5_1");
 }
 
+/// Whether the engine's own rollback of recurrent state was found exact (tests/python/test_hybrid.py).
+bool rolls_back(const std::string& arch) {
+  return arch == "qwen35" || arch == "qwen35moe" || arch == "qwen3next";
+}
+
 /// The arrays behind a llama_batch of some entries of a Batch.
 struct EngineBatch {
   std::vector<llama_token> tokens;
@@ -112,10 +117,27 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
   require(options.flash_attention >= -1 && options.flash_attention <= 1,
           "flash_attn must be auto, on or off");
 
+  // The engine makes room for an output of each sequence in every call.
+  options_.n_batch = std::max(options.n_batch, options.n_seq_max);
+  const uint32_t n_ctx_train = static_cast<uint32_t>(model_->n_ctx_train());
+  options_.n_ctx = std::max(options.n_ctx == 0 ? n_ctx_train : options.n_ctx, options.n_seq_max);
+  const bool recurrent = model_->is_recurrent() || model_->is_hybrid();
+  if (recurrent && options.n_rs_seq > 0 && !rolls_back(model_->arch())) {
+    throw Unsupported("taking tokens back (n_rs_seq) gives wrong states on " + model_->arch() +
+                      "; save and restore sequences instead");
+  }
+  if (model_->arch() == "plamo2" && options.n_seq_max > 1 && !options.kv_unified) {
+    throw Unsupported("the engine's plamo2 aborts with several sequences unless kv_unified is on");
+  }
+  // Recurrent layers are computed in equal shares of a ubatch; some graphs abort when they do not come out.
+  if (recurrent) {
+    options_.n_ubatch = std::max(options.n_seq_max, options.n_ubatch - options.n_ubatch % options.n_seq_max);
+  }
+
   auto params = llama_context_default_params();
-  params.n_ctx = options.n_ctx;
-  params.n_batch = options.n_batch;
-  params.n_ubatch = options.n_ubatch;
+  params.n_ctx = options_.n_ctx;
+  params.n_batch = options_.n_batch;
+  params.n_ubatch = options_.n_ubatch;
   params.n_seq_max = options.n_seq_max;
   params.n_rs_seq = options.n_rs_seq;
   params.n_outputs_max = options.n_outputs_max;
@@ -142,9 +164,15 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
   llama_attach_threadpool(context_.get(), threadpool_.get(), nullptr);
 }
 
-Context::~Context() = default;
+Context::~Context() {
+  // In a forked child the engine's threads are gone and cannot be joined: what they share is left alone.
+  if (model_->process() == static_cast<int32_t>(getpid())) return;
+  static_cast<void>(context_.release());
+  static_cast<void>(threadpool_.release());
+}
 
 uint32_t Context::n_ctx() const { return llama_n_ctx(context_.get()); }
+uint32_t Context::n_ctx_seq() const { return llama_n_ctx_seq(context_.get()); }
 uint32_t Context::n_batch() const { return llama_n_batch(context_.get()); }
 uint32_t Context::n_ubatch() const { return llama_n_ubatch(context_.get()); }
 bool Context::flash_attention() const { return internals::flash_attention(context_.get()); }
@@ -170,6 +198,10 @@ void Context::validate(const Batch& batch) const {
     }
     const int32_t position = batch.positions()[row];
     if (position < 0) throw InvalidInput(where + "position " + std::to_string(position) + " is negative");
+    if (position >= model_->position_limit()) {
+      throw InvalidInput(where + "position " + std::to_string(position) + " is beyond the " +
+                         std::to_string(model_->position_limit()) + " that the model has");
+    }
     const auto& sequences = batch.sequences()[row];
     if (sequences.empty()) throw InvalidInput(where + "it belongs to no sequence");
     for (const int32_t seq : sequences) {
@@ -180,12 +212,17 @@ void Context::validate(const Batch& batch) const {
       positions[seq].push_back(position);
     }
   }
-  if (!has_memory()) {
+  if (at_once()) {
     if (n > static_cast<int32_t>(n_ubatch())) {
       throw InvalidInput("a model without causal attention sees all " + std::to_string(n) +
                          " tokens at once; the context's n_ubatch allows " + std::to_string(n_ubatch()));
     }
-    return;
+    if (!has_memory() && options_.n_outputs_max > 0 && n > static_cast<int32_t>(options_.n_outputs_max)) {
+      throw InvalidInput("a model without causal attention makes all " + std::to_string(n) +
+                         " tokens outputs; the context's n_outputs_max allows " +
+                         std::to_string(options_.n_outputs_max));
+    }
+    if (!has_memory()) return;
   }
   for (int32_t seq = 0; seq < static_cast<int32_t>(options_.n_seq_max); ++seq) {
     auto& of_seq = positions[seq];
@@ -261,6 +298,10 @@ std::vector<Piece> Context::plan(const Batch& batch, const DecodeObserver* obser
     early.clear();
   }
 
+  if (at_once()) {
+    late = order;
+    early.clear();
+  }
   std::vector<Piece> pieces;
   const size_t outputs_max = options_.n_outputs_max > 0 ? options_.n_outputs_max : n_batch();
   const auto cut = [&](const std::vector<int32_t>& rows, bool may_stop, size_t longest) {
@@ -285,8 +326,32 @@ std::vector<Piece> Context::plan(const Batch& batch, const DecodeObserver* obser
   return pieces;
 }
 
-void Context::decode(const Batch& batch, DecodeObserver* observer, bool memory_is_scratch, const Poll& poll) {
+void Context::decode(const Batch& batch, DecodeObserver* observer, const Poll& poll) {
   const Use use(mutex_, *model_);
+  compute(batch, observer, /*memory_is_scratch=*/false, poll);
+}
+
+void Context::decode_scratch(const Batch& batch, DecodeObserver& observer, const Poll& poll) {
+  const Use use(mutex_, *model_);
+  for (int32_t seq = 0; has_memory() && seq < static_cast<int32_t>(options_.n_seq_max); ++seq) {
+    if (llama_memory_seq_pos_max(llama_get_memory(context_.get()), seq) >= 0) {
+      throw InvalidInput(
+          "the context holds tokens; extraction needs an empty one (memory.clear() empties it)");
+    }
+  }
+  struct Clear {
+    Context& context;
+    ~Clear() {
+      context.logit_rows_.clear();
+      if (context.has_memory()) llama_memory_clear(llama_get_memory(context.context_.get()), /*data=*/false);
+    }
+  };
+  const Clear clear{*this};
+  compute(batch, &observer, /*memory_is_scratch=*/true, poll);
+}
+
+void Context::compute(const Batch& batch, DecodeObserver* observer, bool memory_is_scratch,
+                      const Poll& poll) {
   validate(batch);
   auto pieces = plan(batch, observer, memory_is_scratch);
   logit_rows_.assign(static_cast<size_t>(batch.size()), LogitRow{false, -1});
@@ -312,75 +377,70 @@ void Context::decode(const Batch& batch, DecodeObserver* observer, bool memory_i
 void Context::run(const Batch& batch, std::vector<Piece>& pieces, DecodeObserver* observer) {
   const auto sequences = sequences_of(batch);
   std::vector<int32_t> last;
-  if (has_memory()) {
-    for (const int32_t seq : sequences) {
-      last.push_back(llama_memory_seq_pos_max(llama_get_memory(context_.get()), seq));
-    }
+  for (const int32_t seq : sequences) {
+    last.push_back(has_memory() ? llama_memory_seq_pos_max(llama_get_memory(context_.get()), seq) : -1);
   }
-  const auto fail = [&](auto&& error) {
+  nodes_seen_ = 0;
+  try {
+    for (auto& piece : pieces) run_piece(batch, piece, sequences.size() == 1, observer);
+  } catch (...) {
+    observer_ = nullptr;
     logit_rows_.clear();
     roll_back(sequences, last);
-    throw std::forward<decltype(error)>(error);
-  };
-  for (auto& piece : pieces) {
-    const EngineBatch engine_batch(batch, piece, model_->n_positions());
-    const auto given = piece.rows;
-    // Several sequences may be computed in another order than they are given in.
-    if (sequences.size() > 1 && has_memory()) {
-      if (const auto order = internals::ubatch_order(context_.get(), engine_batch.view)) {
-        piece.rows.clear();
-        piece.output_rows.clear();
-        for (const int32_t index : *order) {
-          piece.rows.push_back(given[index]);
-          if (engine_batch.flags[index] != 0) piece.output_rows.push_back(given[index]);
-        }
-      }
-    }
+    throw;
+  }
+}
 
-    keep_logits();
-    if (observer != nullptr) observer->begin(piece);
-    observer_ = observer;
-    stopped_ = false;
-    first_node_.clear();
-    const LogScope log;
-    const int32_t status = llama_decode(context_.get(), engine_batch.view);
-    // Also brings back errors of asynchronous back ends before anyone reads.
-    llama_synchronize(context_.get());
-    observer_ = nullptr;
-
-    if (interrupted() || status == 2) fail(Interrupted());
-    if (status == 1) {
-      int64_t used = 0;
-      for (int32_t seq = 0; seq < static_cast<int32_t>(options_.n_seq_max); ++seq) {
-        auto* memory = llama_get_memory(context_.get());
-        const int32_t end = llama_memory_seq_pos_max(memory, seq);
-        if (end >= 0) used += end + 1 - llama_memory_seq_pos_min(memory, seq);
+void Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, DecodeObserver* observer) {
+  const EngineBatch engine_batch(batch, piece, model_->n_positions());
+  const auto given = piece.rows;
+  // Several sequences may be computed in another order than they are given in.
+  if (!one_sequence && has_memory()) {
+    if (const auto order = internals::ubatch_order(context_.get(), engine_batch.view)) {
+      piece.rows.clear();
+      piece.output_rows.clear();
+      for (const int32_t index : *order) {
+        piece.rows.push_back(given[index]);
+        if (engine_batch.flags[index] != 0) piece.output_rows.push_back(given[index]);
       }
-      const auto room = options_.kv_unified ? std::to_string(n_ctx())
-                                            : std::to_string(llama_n_ctx_seq(context_.get())) + " a sequence";
-      fail(ContextFull("the context has room for " + room + " tokens (n_ctx); " + std::to_string(used) +
-                       " are in use and the batch brings " + std::to_string(batch.size()) +
-                       "; remove sequences or make a larger context"));
-    }
-    if (status == -1) fail(InvalidInput("the engine refuses the batch: " + log.text()));
-    if (status != 0) {
-      fail(EngineFailed("decode failed with status " + std::to_string(status) + ": " + log.text()));
-    }
-    if (observer != nullptr) {
-      try {
-        observer->end();
-      } catch (...) {
-        logit_rows_.clear();
-        roll_back(sequences, last);
-        throw;
-      }
-    }
-    if (piece.may_stop) continue;
-    for (size_t index = 0; index < given.size(); ++index) {
-      const int32_t row = given[index];
-      if (batch.outputs()[row]) logit_rows_[row] = {true, static_cast<int32_t>(index)};
     }
   }
+
+  keep_logits();
+  if (observer != nullptr) observer->begin(piece);
+  observer_ = observer;
+  stopped_ = false;
+  first_node_.clear();
+  const LogScope log;
+  const int32_t status = llama_decode(context_.get(), engine_batch.view);
+  // Also brings back errors of asynchronous back ends before anyone reads.
+  llama_synchronize(context_.get());
+  observer_ = nullptr;
+
+  if (interrupted() || status == 2) throw Interrupted();
+  if (status == 1) throw ContextFull(full_message(batch));
+  if (status == -1) throw InvalidInput("the engine refuses the batch: " + log.text());
+  if (status != 0)
+    throw EngineFailed("decode failed with status " + std::to_string(status) + ": " + log.text());
+  if (observer != nullptr) observer->end();
+  if (piece.may_stop) return;
+  for (size_t index = 0; index < given.size(); ++index) {
+    const int32_t row = given[index];
+    if (batch.outputs()[row]) logit_rows_[row] = {true, static_cast<int32_t>(index)};
+  }
+}
+
+std::string Context::full_message(const Batch& batch) const {
+  auto* memory = llama_get_memory(context_.get());
+  int64_t used = 0;
+  for (int32_t seq = 0; seq < static_cast<int32_t>(options_.n_seq_max); ++seq) {
+    const int32_t end = llama_memory_seq_pos_max(memory, seq);
+    if (end >= 0) used += end + 1 - llama_memory_seq_pos_min(memory, seq);
+  }
+  return "the context has room for " + std::to_string(n_ctx_seq()) + " tokens " +
+         (options_.kv_unified ? "" : "a sequence ") + "(n_ctx); " + std::to_string(used) +
+         " are in use and the batch brings " + std::to_string(batch.size()) +
+         "; remove sequences or make a larger context";
 }
 
 void Context::keep_logits() {
@@ -393,7 +453,7 @@ void Context::keep_logits() {
   }
 }
 
-const float* Context::logits(int32_t row) const {
+void Context::copy_logits(int32_t row, float* target) const {
   const Use use(mutex_, *model_);
   const auto n = static_cast<int32_t>(logit_rows_.size());
   if (n == 0) throw InvalidInput("there are no logits: nothing was decoded yet, or the last decode failed");
@@ -406,22 +466,21 @@ const float* Context::logits(int32_t row) const {
     throw InvalidInput("row " + std::to_string(row) +
                        " of the last batch was not an output; add it with output=True");
   }
-  if (!found.in_engine) {
-    return kept_logits_.data() +
-           static_cast<size_t>(found.index) * static_cast<size_t>(model_->vocab().size());
-  }
-  const float* values = llama_get_logits_ith(context_.get(), found.index);
+  const auto n_vocab = static_cast<size_t>(model_->vocab().size());
+  const float* values = found.in_engine ? llama_get_logits_ith(context_.get(), found.index)
+                                        : kept_logits_.data() + static_cast<size_t>(found.index) * n_vocab;
   if (values == nullptr) throw EngineFailed("the engine has no logits for row " + std::to_string(row));
-  return values;
+  std::copy(values, values + n_vocab, target);
 }
 
 void Context::roll_back(const std::vector<int32_t>& sequences, const std::vector<int32_t>& last) {
   if (!has_memory()) return;
   auto* memory = llama_get_memory(context_.get());
   for (size_t i = 0; i < sequences.size(); ++i) {
-    if (llama_memory_seq_pos_max(memory, sequences[i]) <= last[i]) continue;
-    // A recurrent state cannot be taken back in part: then the sequence is given up whole.
-    if (last[i] < 0 || !llama_memory_seq_rm(memory, sequences[i], last[i] + 1, -1)) {
+    if (llama_memory_seq_pos_max(memory, sequences[i]) == last[i]) continue;
+    const int32_t end = last[i] + 1;
+    if (end == 0 || !can_remove_suffix(sequences[i], end) ||
+        !llama_memory_seq_rm(memory, sequences[i], end, -1)) {
       llama_memory_seq_rm(memory, sequences[i], -1, -1);
     }
   }
@@ -431,9 +490,15 @@ bool Context::interrupted() const noexcept {
   return Activity::ending() || (interrupt_ != nullptr && interrupt_->load(std::memory_order_relaxed));
 }
 
+bool Context::can_stop() const noexcept {
+  // Between back ends the scheduler reads the ids of the experts that a stopped split has not computed.
+  return !model_->has_experts() || internals::n_splits(context_.get()) <= 1;
+}
+
 bool Context::on_node(ggml_tensor* node, bool ask, void* self) noexcept {
   auto* context = static_cast<Context*>(self);
   if (ask) {
+    ++context->nodes_seen_;
     if (context->first_node_.empty()) {
       context->first_node_ = node->name;
     } else if (context->first_node_ == node->name) {
@@ -441,13 +506,13 @@ bool Context::on_node(ggml_tensor* node, bool ask, void* self) noexcept {
       if (context->observer_ != nullptr) context->observer_->begin_graph();
     }
   }
-  if (context->interrupted()) context->stopped_ = true;
-  // Returning false ends one backend split only; asking for the first node of those that follow and
-  // refusing it ends them too, before they compute on stale inputs.
+  if (context->interrupted() && context->can_stop()) context->stopped_ = true;
+  // Returning false ends one backend split only; of those that follow, asking for the first node and
+  // refusing to go on leaves no more than that one to be computed, on stale inputs.
   if (context->stopped_) return ask;
   if (context->observer_ == nullptr) return false;
   if (ask) return context->observer_->wants(node);
-  context->stopped_ = !context->observer_->computed(node);
+  context->stopped_ = !context->observer_->computed(node) && context->can_stop();
   return !context->stopped_;
 }
 

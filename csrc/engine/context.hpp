@@ -24,7 +24,7 @@ struct ContextOptions {
   uint32_t n_ubatch = 512;
   uint32_t n_seq_max = 1;
   uint32_t n_rs_seq = 0;
-  uint32_t n_outputs_max = 0;  // outputs in a ubatch; 0: n_batch
+  uint32_t n_outputs_max = 0;  // outputs of one engine call; 0: n_batch
   int32_t n_threads = 1;
   std::string type_k = "f16";
   std::string type_v = "f16";
@@ -71,22 +71,32 @@ class Context {
   const std::shared_ptr<Model>& model() const { return model_; }
   const ContextOptions& options() const { return options_; }
   uint32_t n_ctx() const;
+  /// The tokens that fit into one sequence.
+  uint32_t n_ctx_seq() const;
   uint32_t n_batch() const;
   uint32_t n_ubatch() const;
   bool flash_attention() const;
   bool causal() const;
+  /// Whether all of a batch must be computed at once: no memory, or tokens that see later ones.
+  bool at_once() const { return !has_memory() || !causal(); }
   /// Whether past tokens are kept. Models without causal attention see one batch at a time.
   bool has_memory() const;
 
   /// Computes the batch, in as many engine calls as its size and the observer's wishes take. On any
-  /// error the memory is as before, except that a sequence of a recurrent model may have to be dropped
-  /// (the message says so). `memory_is_scratch`: the caller clears the memory afterwards, so that the
-  /// observer may end early anywhere and no output is needed.
-  void decode(const Batch& batch, DecodeObserver* observer, bool memory_is_scratch, const Poll& poll);
+  /// error the memory is as before, except that a sequence is dropped whole where the memory cannot give
+  /// up a part (recurrent models, sliding windows without swa_full).
+  void decode(const Batch& batch, DecodeObserver* observer, const Poll& poll);
 
-  /// The logits of an entry of the last batch (negative: from the end); n_vocab values, overwritten by the
-  /// next decode. Throws InvalidInput when it was no output.
-  const float* logits(int32_t row) const;
+  /// The same on an empty memory that is empty again afterwards, whatever happens: the observer may end
+  /// early anywhere, and there are no logits. Throws InvalidInput when the memory is not empty.
+  void decode_scratch(const Batch& batch, DecodeObserver& observer, const Poll& poll);
+
+  /// Copies the n_vocab logits of an entry of the last batch (negative: from the end). Throws InvalidInput
+  /// when it was no output.
+  void copy_logits(int32_t row, float* target) const;
+
+  /// How many nodes the last decode came by: an early end shows in it.
+  int64_t nodes_seen() const { return nodes_seen_; }
 
   // Memory. Positions are half-open ranges [p0, p1); -1 stands for "from the start" and "to the end".
   void memory_clear();
@@ -96,7 +106,6 @@ class Context {
   void memory_shift(int32_t seq, int32_t p0, int32_t p1, int32_t delta);
   int32_t memory_first(int32_t seq) const;
   int32_t memory_last(int32_t seq) const;
-  bool memory_empty() const;
   std::string save(int32_t seq) const;
   void restore(int32_t seq, const std::string& state);
 
@@ -112,13 +121,18 @@ class Context {
     int32_t index;  // of the entry in the last engine call, or of the row in kept_logits_
   };
 
+  void compute(const Batch& batch, DecodeObserver* observer, bool memory_is_scratch, const Poll& poll);
   void validate(const Batch& batch) const;
   std::vector<Piece> plan(const Batch& batch, const DecodeObserver* observer, bool memory_is_scratch) const;
   void run(const Batch& batch, std::vector<Piece>& pieces, DecodeObserver* observer);
+  void run_piece(const Batch& batch, Piece& piece, bool one_sequence, DecodeObserver* observer);
+  std::string full_message(const Batch& batch) const;
   void keep_logits();
   void roll_back(const std::vector<int32_t>& sequences, const std::vector<int32_t>& last);
   void check_sequence(int32_t seq) const;
+  bool can_remove_suffix(int32_t seq, int32_t p0) const;
   bool interrupted() const noexcept;
+  bool can_stop() const noexcept;
   static bool on_node(ggml_tensor* node, bool ask, void* self) noexcept;
 
   std::shared_ptr<Model> model_;
@@ -132,6 +146,7 @@ class Context {
   std::atomic<bool>* interrupt_ = nullptr;
   std::vector<LogitRow> logit_rows_;  // by entry of the last batch; index -1: no output
   std::vector<float> kept_logits_;
+  int64_t nodes_seen_ = 0;
 };
 
 }  // namespace llamatap

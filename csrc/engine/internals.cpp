@@ -5,6 +5,7 @@
 #include <llama.h>
 
 #include <cstring>
+#include <limits>
 #include <memory>
 
 #include "engine/error.hpp"
@@ -51,6 +52,19 @@ std::vector<float> token_embedding_rows(const llama_model* model, const std::vec
   }
   return result;
 }
+
+int32_t position_limit(const llama_model* model) {
+  const auto* matrix = model->pos_embd;
+  return matrix == nullptr ? std::numeric_limits<int32_t>::max() - 1 : static_cast<int32_t>(matrix->ne[1]);
+}
+
+bool has_experts(const llama_model* model) { return model->hparams.n_expert > 0; }
+
+int32_t n_splits(const llama_context* context) {
+  return ggml_backend_sched_get_n_splits(context->get_sched());
+}
+
+void apply_memory_updates(llama_context* context) { context->memory_update(/*optimize=*/false); }
 
 bool flash_attention(const llama_context* context) { return context->get_cparams().flash_attn; }
 

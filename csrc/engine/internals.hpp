@@ -19,6 +19,17 @@ std::vector<std::string> device_names(const llama_model* model);
 /// Throws Unsupported when the model has no plain token embedding matrix.
 std::vector<float> token_embedding_rows(const llama_model* model, const std::vector<int32_t>& tokens);
 
+/// The rows of the learned position embedding; what 32 bits hold, less one, without such.
+int32_t position_limit(const llama_model* model);
+
+bool has_experts(const llama_model* model);
+
+/// In how many parts, each on one back end, the scheduler computes the current graph.
+int32_t n_splits(const llama_context* context);
+
+/// Carries out what memory operations have left to the next decode (moved positions, copied streams).
+void apply_memory_updates(llama_context* context);
+
 bool flash_attention(const llama_context* context);
 bool causal_attention(const llama_context* context);
 

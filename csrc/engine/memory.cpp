@@ -2,8 +2,11 @@
 
 #include <llama.h>
 
+#include <algorithm>
+
 #include "engine/context.hpp"
 #include "engine/error.hpp"
+#include "engine/internals.hpp"
 #include "engine/log.hpp"
 #include "engine/use.hpp"
 
@@ -33,6 +36,14 @@ void Context::check_sequence(int32_t seq) const {
   }
 }
 
+/// Whether [p0, end) can be taken from a sequence: sliding-window layers must still hold the window before
+/// p0.
+bool Context::can_remove_suffix(int32_t seq, int32_t p0) const {
+  const int32_t window = llama_model_n_swa(model_->handle());
+  if (window == 0 || options_.swa_full || p0 <= 0) return true;
+  return llama_memory_seq_pos_min(llama_get_memory(context_.get()), seq) <= std::max(0, p0 - window);
+}
+
 void Context::memory_clear() {
   const Use use(mutex_, *model_);
   if (has_memory()) llama_memory_clear(llama_get_memory(context_.get()), /*data=*/false);
@@ -44,6 +55,11 @@ void Context::memory_remove(int32_t seq, int32_t p0, int32_t p1) {
   check_range(p0, p1);
   auto* memory = memory_of(context_.get());
   if (llama_memory_seq_pos_max(memory, seq) < 0) return;
+  if (p0 > 0 && p0 <= llama_memory_seq_pos_max(memory, seq) && !can_remove_suffix(seq, p0)) {
+    throw Unsupported("the sliding-window layers of " + model_->arch() +
+                      " no longer hold what comes before position " + std::to_string(p0) +
+                      "; remove the whole sequence, or make the context with swa_full=True");
+  }
   if (!llama_memory_seq_rm(memory, seq, p0, p1)) {
     throw Unsupported("the memory of " + model_->arch() +
                       " cannot give up a part of a sequence; remove the whole of it, save and restore it, or "
@@ -67,12 +83,16 @@ void Context::memory_copy(int32_t from, int32_t to, int32_t p0, int32_t p1) {
         "recurrent state");
   }
   llama_memory_seq_cp(memory, from, to, whole ? -1 : p0, whole ? -1 : p1);
+  internals::apply_memory_updates(context_.get());
 }
 
 void Context::memory_keep(int32_t seq) {
   const Use use(mutex_, *model_);
   check_sequence(seq);
-  llama_memory_seq_keep(memory_of(context_.get()), seq);
+  // The engine's own seq_keep leaves the streams of a cache that is not unified alone.
+  for (int32_t other = 0; other < static_cast<int32_t>(options_.n_seq_max); ++other) {
+    if (other != seq) llama_memory_seq_rm(memory_of(context_.get()), other, -1, -1);
+  }
 }
 
 void Context::memory_shift(int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
@@ -84,12 +104,16 @@ void Context::memory_shift(int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
     throw Unsupported("the memory of " + model_->arch() + " cannot move positions");
   }
   const int32_t first = llama_memory_seq_pos_min(memory, seq);
-  const int32_t start = p0 > first ? p0 : first;
-  if (first >= 0 && int64_t{start} + delta < 0) {
-    throw InvalidInput("moving position " + std::to_string(start) + " by " + std::to_string(delta) +
-                       " makes it negative");
+  if (first < 0) return;
+  const int64_t start = std::max(p0, first) + int64_t{delta};
+  const int64_t end = llama_memory_seq_pos_max(memory, seq) + int64_t{delta};
+  if (start < 0 || end >= model_->position_limit()) {
+    throw InvalidInput("moving by " + std::to_string(delta) + " puts positions outside of 0.." +
+                       std::to_string(model_->position_limit() - 1));
   }
   llama_memory_seq_add(memory, seq, p0, p1, delta);
+  // At once: an interrupted decode would leave the cache half moved.
+  internals::apply_memory_updates(context_.get());
 }
 
 int32_t Context::memory_first(int32_t seq) const {
@@ -102,15 +126,6 @@ int32_t Context::memory_last(int32_t seq) const {
   const Use use(mutex_, *model_);
   check_sequence(seq);
   return llama_memory_seq_pos_max(memory_of(context_.get()), seq);
-}
-
-bool Context::memory_empty() const {
-  const Use use(mutex_, *model_);
-  if (!has_memory()) return true;
-  for (int32_t seq = 0; seq < static_cast<int32_t>(options_.n_seq_max); ++seq) {
-    if (llama_memory_seq_pos_max(llama_get_memory(context_.get()), seq) >= 0) return false;
-  }
-  return true;
 }
 
 std::string Context::save(int32_t seq) const {
@@ -126,17 +141,21 @@ std::string Context::save(int32_t seq) const {
 }
 
 void Context::restore(int32_t seq, const std::string& state) {
+  // The engine drops a sequence that it fails to restore; ours comes back.
+  const bool held = memory_last(seq) >= 0;
+  const std::string before = held ? save(seq) : std::string();
   const Use use(mutex_, *model_);
-  check_sequence(seq);
   auto* memory = memory_of(context_.get());
+  const auto load = [&](const std::string& bytes) {
+    return llama_state_seq_set_data(context_.get(), reinterpret_cast<const uint8_t*>(bytes.data()),
+                                    bytes.size(), seq) == bytes.size();
+  };
   const LogScope log;
-  const size_t read = llama_state_seq_set_data(context_.get(), reinterpret_cast<const uint8_t*>(state.data()),
-                                               state.size(), seq);
-  if (read != state.size()) {
-    llama_memory_seq_rm(memory, seq, -1, -1);
-    throw InvalidInput("this state does not fit this context; sequence " + std::to_string(seq) +
-                       " is empty now: " + log.text());
-  }
+  if (load(state)) return;
+  const std::string reason = log.text();
+  llama_memory_seq_rm(memory, seq, -1, -1);
+  if (held && !load(before)) llama_memory_seq_rm(memory, seq, -1, -1);
+  throw InvalidInput("this state does not fit into this context: " + reason);
 }
 
 }  // namespace llamatap

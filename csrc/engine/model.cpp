@@ -123,7 +123,8 @@ Model::Model(std::unique_ptr<llama_model, Free> model, std::string path, const M
       options_(options),
       metadata_(std::move(metadata)),
       vocab_(llama_model_get_vocab(model_.get())),
-      process_(static_cast<int32_t>(getpid())) {}
+      process_(static_cast<int32_t>(getpid())),
+      has_experts_(internals::has_experts(model_.get())) {}
 
 std::shared_ptr<Model> Model::load(const std::string& path, const ModelOptions& options,
                                    const std::function<bool(float)>& progress) {
@@ -203,6 +204,8 @@ int32_t Model::n_positions() const {
   const auto type = llama_model_rope_type(model_.get());
   return type == LLAMA_ROPE_TYPE_MROPE || type == LLAMA_ROPE_TYPE_IMROPE ? 4 : 1;
 }
+
+int32_t Model::position_limit() const { return internals::position_limit(model_.get()); }
 
 std::optional<std::string> Model::chat_template(const std::optional<std::string>& name) const {
   const char* text = llama_model_chat_template(model_.get(), name ? name->c_str() : nullptr);

@@ -59,8 +59,11 @@ class Model {
   uint64_t size_bytes() const;
   bool has_encoder() const;
   bool has_decoder() const;
+  bool has_experts() const { return has_experts_; }
   bool is_recurrent() const;
   bool is_hybrid() const;
+  /// Positions are below this: the rows of a learned position embedding, else what 32 bits hold.
+  int32_t position_limit() const;
   /// Positions per embedding: 4 with M-RoPE, else 1.
   int32_t n_positions() const;
   std::optional<std::string> chat_template(const std::optional<std::string>& name) const;
@@ -83,6 +86,7 @@ class Model {
   Metadata metadata_;
   Vocab vocab_;
   int32_t process_;
+  bool has_experts_;
 };
 
 }  // namespace llamatap

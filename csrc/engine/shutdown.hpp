@@ -1,5 +1,7 @@
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <thread>
@@ -23,7 +25,7 @@ class Activity {
   Activity(const Activity&) = delete;
   Activity& operator=(const Activity&) = delete;
 
-  static bool ending() { return flag().load(std::memory_order_relaxed); }
+  static bool ending() { return flag(); }
 
   /// Whether another thread has announced the end.
   static bool ended_elsewhere() { return ending() && std::this_thread::get_id() != ender(); }
@@ -32,8 +34,16 @@ class Activity {
   static void end() {
     ender() = std::this_thread::get_id();
     flag() = true;
+    // A forked child has none of the threads that were running.
+    if (getpid() != owner()) return;
     for (int i = 0; i < 10000 && running() > 0; ++i)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+
+  /// The process whose threads are counted: the one that calls this first.
+  static pid_t owner() {
+    static const pid_t value = getpid();
+    return value;
   }
 
  private:
@@ -41,8 +51,8 @@ class Activity {
     static std::atomic<bool> value{false};
     return value;
   }
-  static std::thread::id& ender() {
-    static std::thread::id value;
+  static std::atomic<std::thread::id>& ender() {
+    static std::atomic<std::thread::id> value;
     return value;
   }
   static std::atomic<int>& running() {

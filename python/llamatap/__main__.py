@@ -37,10 +37,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
+class _Version(argparse.Action):
+    """Prints the version; importing the core for it is left until someone asks."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help="print the version")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from llamatap import __version__
+
+        print(f"llamatap {__version__}")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="llamatap", description="Hidden states of any layer of any GGUF model."
     )
+    parser.add_argument("--version", action=_Version)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     info = commands.add_parser("info", help="what a model is and what its layers give")

@@ -191,6 +191,8 @@ class LayerMap:
     @staticmethod
     def resolve(model: Model) -> LayerMap: ...
     @property
+    def has_memory(self) -> bool: ...
+    @property
     def n_embd(self) -> int: ...
     @property
     def n_layer(self) -> int: ...
@@ -233,21 +235,15 @@ class Context:
         batch: Batch,
     ) -> tuple[numpy.ndarray[typing.Any, numpy.dtype[typing.Any]], numpy.typing.NDArray[numpy.int32]]:
         """
-        Decode and capture: (array [rows, n_slots, n_embd], int32 rows of the batch).
+        Decode and capture: (array [rows, n_slots, n_embd], int32 token ids of the rows).
         """
     def extract(
         self,
         map: LayerMap,
         slots: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
         dtype: str,
-        jobs: collections.abc.Sequence[
-            tuple[
-                typing.Annotated[numpy.typing.ArrayLike, numpy.int32],
-                typing.SupportsInt | typing.SupportsIndex,
-                typing.SupportsInt | typing.SupportsIndex,
-                str,
-                typing.Annotated[numpy.typing.ArrayLike, numpy.uint8],
-            ]
+        jobs: list[
+            tuple[numpy.typing.NDArray[numpy.int32], int, int, str, numpy.typing.NDArray[numpy.uint8]]
         ],
     ) -> None:
         """
@@ -264,7 +260,6 @@ class Context:
         p0: typing.SupportsInt | typing.SupportsIndex,
         p1: typing.SupportsInt | typing.SupportsIndex,
     ) -> None: ...
-    def memory_empty(self) -> bool: ...
     def memory_first(self, seq: typing.SupportsInt | typing.SupportsIndex) -> int: ...
     def memory_keep(self, seq: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     def memory_last(self, seq: typing.SupportsInt | typing.SupportsIndex) -> int: ...
@@ -294,7 +289,11 @@ class Context:
     @property
     def n_ctx(self) -> int: ...
     @property
+    def n_ctx_seq(self) -> int: ...
+    @property
     def n_ubatch(self) -> int: ...
+    @property
+    def nodes_seen(self) -> int: ...
 
 class Sampler:
     """

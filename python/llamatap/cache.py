@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["atomic_path", "cache_folder", "file_sha256"]
+__all__ = ["atomic_path", "cache_folder", "file_sha256", "hash_file"]
 
 
 def cache_folder() -> Path:
@@ -25,7 +25,6 @@ def cache_folder() -> Path:
 @contextlib.contextmanager
 def atomic_path(target: Path) -> Iterator[Path]:
     """A path beside ``target`` to write to, renamed to it at the end and removed on an error."""
-    target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     os.close(handle)
     scratch = Path(name)
@@ -38,6 +37,15 @@ def atomic_path(target: Path) -> Iterator[Path]:
         scratch.replace(target)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def hash_file(path: Path) -> str:
+    """The sha256 of a file, computed."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def file_sha256(path: str | os.PathLike[str]) -> str:
@@ -55,15 +63,12 @@ def file_sha256(path: str | os.PathLike[str]) -> str:
     entry = index.get(str(file)) if isinstance(index, dict) else None
     if isinstance(entry, list) and entry[:2] == known and len(entry) == 3:
         return str(entry[2])
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while chunk := stream.read(1 << 22):
-            digest.update(chunk)
-    result = digest.hexdigest()
+    result = hash_file(file)
     # A cache that cannot be written costs time, nothing else.
     with contextlib.suppress(OSError, ValueError):
         with contextlib.suppress(OSError):
             index = json.loads(index_file.read_text())
+        index_file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(index_file) as scratch:
             scratch.write_text(json.dumps({**index, str(file): [*known, result]}, indent=0))
     return result

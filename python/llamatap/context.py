@@ -68,7 +68,8 @@ class Memory:
     def remove(self, seq: int, p0: int | None = None, p1: int | None = None) -> None:
         """Forget the positions ``[p0, p1)`` of a sequence.
 
-        :raises UnsupportedError: a recurrent model cannot forget a part.
+        :raises UnsupportedError: the memory cannot forget a part: a recurrent model's, or a sliding
+            window's without ``swa_full``.
         """
         self._context.native.memory_remove(seq, _position(p0), _position(p1))
 
@@ -135,7 +136,7 @@ class Context:
     :param model: kept alive by the context.
     :param n_ctx: tokens that fit, of all sequences together; 0 for what the model was trained with. The
         engine rounds up to 256; :attr:`n_ctx` tells.
-    :param n_batch: the most tokens of one engine call; larger batches take several.
+    :param n_batch: the most tokens of one engine call, at least n_seq_max; larger batches take several.
     :param n_ubatch: the most tokens computed at once.
     :param n_seq_max: sequence ids are 0..n_seq_max-1.
     :param n_threads: None for the number of physical cores.
@@ -144,8 +145,8 @@ class Context:
     :param flash_attn: None leaves it to the engine.
     :param kv_unified: one cache for all sequences; False gives each its own n_ctx / n_seq_max tokens.
     :param swa_full: keep all positions of sliding-window layers, so that suffixes can be removed.
-    :param n_rs_seq: how many tokens a recurrent or hybrid model can take back, where it can at all.
-    :param n_outputs_max: the most outputs computed at once, at least n_seq_max; 0 for n_batch. A small
+    :param n_rs_seq: how many tokens a recurrent or hybrid model can take back, where it does so exactly.
+    :param n_outputs_max: the most outputs of one engine call, at least n_seq_max; 0 for n_batch. A small
         number saves memory in proportion to the vocabulary.
     :raises InvalidInputError: an option is out of range.
     :raises UnsupportedError: the engine cannot make such a context of this model.
@@ -171,11 +172,10 @@ class Context:
         self._native: _core.Context | None = None
         self._tap: Tap | None = None
         self.model = model
-        #: The context's memory of its sequences.
-        self.memory = Memory(self)
         self.type_k = type_k
         self.type_v = type_v
         self.kv_unified = bool(kv_unified)
+        self.swa_full = bool(swa_full)
         self.n_seq_max = _count("n_seq_max", n_seq_max, 1)
         native_model = model.native
         try:
@@ -192,12 +192,13 @@ class Context:
                 type_v=type_v,
                 flash_attention=-1 if flash_attn is None else int(bool(flash_attn)),
                 kv_unified=self.kv_unified,
-                swa_full=bool(swa_full),
+                swa_full=self.swa_full,
             )
         finally:
             flush_log()
         self.source = Source(
             model.path,
+            model.file_status,
             {
                 "arch": model.arch,
                 "file_type": model.file_type,
@@ -247,6 +248,11 @@ class Context:
         return f"Context({self.model.path.name!r}, n_ctx={self.n_ctx}, n_seq_max={self.n_seq_max})"
 
     @property
+    def memory(self) -> Memory:
+        """The context's memory of its sequences."""
+        return Memory(self)
+
+    @property
     def n_ctx(self) -> int:
         """Tokens that fit, of all sequences together."""
         return self.native.n_ctx
@@ -276,8 +282,9 @@ class Context:
         :raises ContextFullError: it does not fit; with both numbers.
         :raises BusyError: another thread uses this context.
 
-        After an error the memory is as before, save that a recurrent model may have lost the sequences of
-        the batch. Should anything be unclear, ``memory.last(seq)`` tells.
+        After an error the memory is as before, save that a sequence of the batch is gone whole where the
+        memory cannot give up a part of it (recurrent models, sliding windows without ``swa_full``).
+        ``memory.last(seq)`` tells.
         """
         native = self.native
         tap = self._tap
@@ -286,7 +293,7 @@ class Context:
                 native.decode(batch)
                 return
             tap._last = None
-            array, rows = native.decode_tapped(
+            array, tokens = native.decode_tapped(
                 self.model.layer_map,
                 layer_ids.slots(tap.layers, self.model.n_layer),
                 tap.dtype,
@@ -295,7 +302,6 @@ class Context:
             )
         finally:
             flush_log()
-        tokens = np.full(len(rows), -1, np.int32) if batch.n_embd else batch.tokens[rows]
         tap._last = States(
             typed_view(array, tap.dtype),
             tokens,
@@ -354,6 +360,8 @@ class Context:
             "name": str(model.metadata.get("general.name", "")),
             "type_k": self.type_k,
             "type_v": self.type_v,
+            "kv_unified": self.kv_unified,
+            "swa_full": self.swa_full,
             "flash_attn": self.flash_attn,
             "engine": _core.build_info()["engine_commit"],
         }

@@ -39,7 +39,7 @@ def run(model_path: Path | None, text: str | None, picture: Path) -> None:
         import matplotlib as mpl
     except ImportError as error:
         raise UnsupportedError(
-            "the demo draws with matplotlib; install it with: pip install 'llamatap[demo]'"
+            "the demo draws with matplotlib; install it with: pip install matplotlib"
         ) from error
     mpl.use("Agg")
 
@@ -71,9 +71,9 @@ def _print_table(states: States) -> None:
     shown = sorted({*range(0, last + 1, max(1, last // 10)), last - 1, last})
     for layer in shown:
         length = np.linalg.norm(array[:, layer].astype(np.float64), axis=-1)
-        before = cosine(array[:, layer], array[:, layer - 1]).mean() if layer else float("nan")
+        before = f"{cosine(array[:, layer], array[:, layer - 1]).mean():.3f}" if layer else "-"
         final = cosine(array[:, layer], array[:, last]).mean()
-        print(f"{layer:5}   {np.median(length):13.2f}   {before:26.3f}   {final:24.3f}")
+        print(f"{layer:5}   {np.median(length):13.2f}   {before:>26}   {final:24.3f}")
     print()
 
 

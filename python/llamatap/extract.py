@@ -33,8 +33,10 @@ Input: TypeAlias = "str | Sequence[int] | NDArray[np.integer[Any]]"
 Window: TypeAlias = "tuple[int | None, int | None]"
 Pooling = Literal["mean", "last", "max"]
 
-# The most prompts of one batch: more sequences cost memory in models with sliding windows.
+# The most prompts of one batch. Recurrent models hold a state for each, and compute prompts of different
+# length in turns.
 _MOST_SEQUENCES = 64
+_MOST_RECURRENT_SEQUENCES = 8
 
 
 @dataclass
@@ -103,17 +105,24 @@ def _packs(lengths: Sequence[int], room: int, most: int) -> list[list[int]]:
     First fit, longest first; a prompt that is longer than ``room`` has a group of its own.
     """
     packs: list[list[int]] = []
-    free: list[int] = []
+    shortest = min(lengths)
+    open_packs: list[tuple[list[int], int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[index]
-        for pack, left in enumerate(free):
-            if length <= left and len(packs[pack]) < most:
-                packs[pack].append(index)
-                free[pack] -= length
+        for slot, (pack, free) in enumerate(open_packs):
+            if length <= free:
+                pack.append(index)
+                free -= length
+                # A pack that nothing fits into any more is not looked at again.
+                if free < shortest or len(pack) == most:
+                    del open_packs[slot]
+                else:
+                    open_packs[slot] = (pack, free)
                 break
         else:
             packs.append([index])
-            free.append(room - length)
+            if room - length >= shortest and most > 1:
+                open_packs.append((packs[-1], room - length))
     return packs
 
 
@@ -183,6 +192,9 @@ class _Run:
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= model.n_vocab:
             raise InvalidInputError(f"token ids must be in 0..{model.n_vocab - 1}; found {low}..{high}")
+        # A copy: the caller's array may change, and the states say what they are of.
+        tokens = tokens.copy()
+        tokens.flags.writeable = False
         begin, end = _bounds(window, len(tokens))
         rows = () if self.pool is not None else (end - begin,)
         shape = (*rows, len(self.layers), model.n_embd)
@@ -258,7 +270,11 @@ class Extractor:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Free the context."""
+        """Free the context; waits for a call in another thread."""
+        with self._lock:
+            self._drop()
+
+    def _drop(self) -> None:
         if self._context is not None:
             self._context.close()
             self._context = None
@@ -276,18 +292,28 @@ class Extractor:
 
     def _fit(self, run: _Run, lengths: Sequence[int]) -> Context:
         """The kept context when it suits this work, else a new one."""
-        nodes = self.model.layer_map.nodes
-        outputs = any(nodes[slot][1] for slot in run.slots)
-        n_seq = 1
-        while n_seq < min(len(lengths), _MOST_SEQUENCES):
-            n_seq *= 2
+        layer_map = self.model.layer_map
+        nodes = layer_map.nodes
+        # Without a memory a whole prompt is computed at once, and all of it is output.
+        outputs = any(nodes[slot][1] for slot in run.slots) or not layer_map.has_memory
+        native = self.model.native
+        recurrent = native.is_recurrent or native.is_hybrid
+        most = _MOST_RECURRENT_SEQUENCES if recurrent else _MOST_SEQUENCES
         options = self._options.copy()
-        n_ubatch = options.setdefault("n_ubatch", 512)
+        if not options.get("kv_unified", True):
+            most = 1
+        n_seq = 1
+        while n_seq < min(len(lengths), most):
+            n_seq *= 2
         longest = max(lengths)
+        n_ubatch = options.setdefault("n_ubatch", 512 if layer_map.has_memory else max(512, longest))
+        if not layer_map.has_memory:
+            options.setdefault("n_batch", n_ubatch)
         n_ctx = max(longest, min(n_ubatch, self._rope_limit) if self._is_short(longest) else n_ubatch)
         old = self._context
         if old is not None and not old.closed:
             grows = old.n_ctx < n_ctx and "n_ctx" not in options
+            grows = grows or (not layer_map.has_memory and old.n_ubatch < min(n_ubatch, longest))
             splits = old.n_seq_max < n_seq and "n_seq_max" not in options
             same_rope = self._is_short(old.n_ctx) == self._is_short(n_ctx) or "n_ctx" in options
             if not grows and not splits and same_rope and (self._has_outputs or not outputs):
@@ -296,7 +322,7 @@ class Extractor:
                 n_ctx = max(n_ctx, old.n_ctx)
             n_seq = max(n_seq, old.n_seq_max)
             outputs = outputs or self._has_outputs
-            self.close()
+            self._drop()
         options.setdefault("n_ctx", n_ctx)
         options.setdefault("n_seq_max", n_seq)
         if not outputs:
@@ -453,10 +479,11 @@ def extract(
     if isinstance(model_or_context, Model):
         return model.extractor._extract(run)
     longest = max(len(job.tokens) for job in run.jobs)
-    if longest > model_or_context.n_ctx:
+    room = model_or_context.native.n_ctx_seq
+    if longest > room:
         raise ContextFullError(
-            f"a prompt of {longest} tokens does not fit into a context of {model_or_context.n_ctx} "
-            "(n_ctx); cut it with max_length, or make a larger context"
+            f"a prompt of {longest} tokens does not fit into a context of {room} a sequence (n_ctx); cut it "
+            "with max_length, or make a larger context"
         )
     done = run.compute(model_or_context, range(len(run.jobs)))
     states = [done[i] for i in range(len(run.jobs))]

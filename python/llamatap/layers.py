@@ -27,6 +27,8 @@ are translated by the name of the system:
 ``dflash``, ``dspark``        H_{k+1}                 checkpoints' ``target_layer_ids``
 ``dflash-gguf``               H_k                     ``dflash.target_layers`` has the +1 already
 ============================  ======================  ==========================================
+
+Negative ids count from the end in ``llamatap`` and ``transformers``, and are refused elsewhere.
 """
 
 from __future__ import annotations
@@ -66,11 +68,12 @@ class Convention:
 
     def to_llamatap(self, layer: LayerId, n_layer: int) -> LayerId:
         """The llamatap id (0..n or "norm") of this system's id."""
-        if layer == "norm":
-            if self.name == "llamatap":
-                return "norm"
-            raise InvalidInputError(f"{self.name} has no layer id 'norm'")
         last = n_layer - self.offset
+        if isinstance(layer, str):
+            if layer == "norm" and self.name == "llamatap":
+                return "norm"
+            known = 'an integer or "norm"' if self.name == "llamatap" else "an integer"
+            raise InvalidInputError(f"a layer id of {self.name} is {known}, not {layer!r}")
         index = _index(layer, self.name)
         if self.negative and index < 0:
             index += last + 1

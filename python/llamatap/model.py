@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import stat
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -38,7 +40,10 @@ def token_array(tokens: ArrayLike) -> NDArray[np.int32]:
 
     :raises InvalidInputError: not integers, not one-dimensional, or beyond 32 bits.
     """
-    array = np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except ValueError as error:
+        raise InvalidInputError(f"token ids must be a flat sequence of integers: {error}") from None
     if array.size == 0 and array.ndim == 1:
         return np.zeros(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -93,15 +98,25 @@ class Model:
         self._extractor: Extractor | None = None
         self._lock = threading.Lock()
         self.path = Path(path)
-        if self.path.is_dir():
+        try:
+            #: The file as it was loaded: a path may come to name another one.
+            self.file_status = self.path.stat()
+        except FileNotFoundError:
+            raise ModelNotFoundError(f"no such file: {self.path}") from None
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(f"cannot read {self.path}: {error}") from error
+        if stat.S_ISDIR(self.file_status.st_mode):
             raise ModelLoadError(f"{self.path} is a folder; give the GGUF file in it")
-        if not self.path.exists():
-            raise ModelNotFoundError(f"no such file: {self.path}")
+        # Loading must not wait for the writer of a pipe.
+        if not stat.S_ISREG(self.file_status.st_mode):
+            raise ModelLoadError(f"{self.path} is no regular file")
+        # A relative path may come to mean another file.
+        self.path = self.path.absolute()
         ensure_backends()
         if n_gpu_layers != 0 and all(d["kind"] not in ("gpu", "igpu") for d in _core.devices()):
             warnings.warn(
                 f"n_gpu_layers={n_gpu_layers} has no effect: this build of llamatap has no GPU back "
-                "end, or there is no GPU. Build with: pip install llamatap --no-binary llamatap "
+                "end, or there is no GPU. Build it from source with: pip install . "
                 "-C cmake.define.GGML_CUDA=ON",
                 RuntimeWarning,
                 stacklevel=2,
@@ -249,7 +264,8 @@ class Model:
         with self._lock:
             self.native  # noqa: B018  raises when closed
             if self._extractor is None:
-                self._extractor = Extractor(self)
+                # A strong reference would be a cycle, and models are too large to wait for its collection.
+                self._extractor = Extractor(weakref.proxy(self))
             return self._extractor
 
     def tokenize(

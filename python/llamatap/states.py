@@ -36,11 +36,11 @@ def dtype_name(dtype: DTypeLike | str) -> str:
 
     :raises InvalidInputError: another dtype, or one of another byte order.
     """
-    if dtype in ("bfloat16", "bf16"):
+    if isinstance(dtype, str) and dtype in ("bfloat16", "bf16"):
         return "bfloat16"
     try:
         found = np.dtype(dtype)
-    except TypeError:
+    except (TypeError, ValueError, SyntaxError):
         found = None
     for name, known in _DTYPES.items():
         if found == known:
@@ -56,10 +56,9 @@ def typed_view(array: NDArray[Any], name: str) -> NDArray[Any]:
 class Source:
     """What the states of a context come from, as far as it is the same for all of them."""
 
-    def __init__(self, path: Path, facts: dict[str, Any]) -> None:
+    def __init__(self, path: Path, status: os.stat_result, facts: dict[str, Any]) -> None:
         self._path = path
         self._facts = facts
-        status = path.stat()
         self._status = (status.st_size, status.st_mtime_ns)
 
     @functools.cached_property
@@ -108,7 +107,8 @@ class States:
         ``model`` (file name), ``model_sha256`` (None when the file is gone or was replaced), ``arch``,
         ``file_type``, ``n_layer``, ``n_embd``, ``engine_commit``, ``llamatap_version``, ``backend``,
         ``type_k``, ``type_v``, ``flash_attention``, ``layers``, ``convention``, ``norm`` ("pre" or "post"
-        of each layer), ``dtype``, and what was asked for besides (``window``, ``pooling``, ``rows``).
+        of each layer), ``dtype``, and what was asked for besides (``window``, ``pooling``, ``max_length``,
+        ``rows``), where it was.
         The first use hashes the model file, once.
         """
         return {
@@ -118,11 +118,20 @@ class States:
             'the last block, both without the final norm; "norm" is norm(H_n)',
             "norm": ["post" if layer == "norm" else "pre" for layer in self.layers],
             "dtype": dtype_name(self.array.dtype),
-            **self._details,
+            **{key: value for key, value in self._details.items() if value is not None},
         }
 
     def __len__(self) -> int:
+        """The number of tokens."""
         return len(self.tokens)
+
+    # Indexing is by layer: what iterates by 0, 1, 2, ... would read layers for tokens.
+    __iter__ = None
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
+        """:attr:`array`, for ``numpy.asarray`` and its like."""
+        array = self.array if dtype is None else self.array.astype(dtype, copy=False)
+        return array.copy() if copy else array
 
     def __getitem__(self, layer: LayerId) -> NDArray[Any]:
         """The states of one layer: ``(n_tokens, n_embd)``, ``(n_embd,)`` when pooled; a view.
@@ -144,7 +153,7 @@ class States:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file: ``hidden_states``, ``tokens``, and the provenance as metadata.
 
-        The file appears whole or not at all.
+        The file appears whole or not at all; its folder must exist.
 
         :raises OSError: it cannot be written.
         """
@@ -183,6 +192,7 @@ class States:
                 array = file.get_tensor("hidden_states")
                 tokens = file.get_tensor("tokens")
             array.flags.writeable = False
+            metadata.setdefault("model_sha256", None)
             states = cls(array, tokens, metadata["layers"], n_layer=metadata["n_layer"])
         except (SafetensorError, KeyError, AttributeError, TypeError, ValueError) as error:
             raise InvalidInputError(f"{path} holds no states of llamatap: {error}") from error

@@ -38,6 +38,7 @@ def smollm2_f32_path(smollm2_path: Path) -> Path:
     """SmolLM2 dequantised to float32, made once and kept in the cache folder."""
     target = cache_folder() / "tests" / "SmolLM2-135M-Instruct.F32.gguf"
     if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(target) as scratch:
             write_as_f32(smollm2_path, scratch)
     return target

@@ -111,6 +111,13 @@ def test_the_demo_draws(smollm2_path: Path, tmp_path: Path, capsys: pytest.Captu
     assert "(13, 31, 576)" in printed
 
 
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["--version"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out == f"llamatap {lt.__version__}\n"
+
+
 def test_help_is_quick_and_needs_no_model() -> None:
     done = subprocess.run([sys.executable, "-m", "llamatap", "--help"], capture_output=True, text=True)
     assert done.returncode == 0

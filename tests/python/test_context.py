@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from pathlib import Path
@@ -84,6 +85,43 @@ def test_a_truncated_changed_or_foreign_state_raises(tiny_model: lt.Model, smoll
         with tiny_model.context(n_ctx=256) as half, pytest.raises(lt.InvalidInputError, match="type_k"):
             half.restore(0, state)
         assert context.memory.last(0) == 2
+
+
+def test_a_state_that_does_not_fit_leaves_the_sequence(tiny_model: lt.Model) -> None:
+    with decoded(tiny_model, [5] * 600, n_ctx=1024) as large, decoded(tiny_model, [7, 8, 9]) as small:
+        with pytest.raises(lt.InvalidInputError, match="fit"):
+            small.restore(0, large.save(0))
+        assert small.memory.last(0) == 2
+        small.decode(lt.Batch.of([5], pos0=3))
+        assert relative(small.logits(), last_logits(tiny_model, [7, 8, 9, 5])) < 1e-5
+
+
+def test_keep_in_a_cache_that_is_not_unified(tiny_model: lt.Model) -> None:
+    with tiny_model.context(n_ctx=1024, n_seq_max=4, kv_unified=False) as context:
+        for seq in range(4):
+            context.decode(lt.Batch.of([5, 6], seq=seq))
+        context.memory.keep(1)
+        assert [context.memory.last(seq) for seq in range(4)] == [-1, 1, -1, -1]
+
+
+def test_a_moved_sequence_goes_on_as_if_it_had_been_there(tiny_model: lt.Model) -> None:
+    """In a rotary model only distances count."""
+    with decoded(tiny_model, [5, 6, 7, 8]) as context:
+        context.memory.shift(0, None, None, 10)
+        assert (context.memory.first(0), context.memory.last(0)) == (10, 13)
+        context.decode(lt.Batch.of([9], pos0=14))
+        assert relative(context.logits(), last_logits(tiny_model, [5, 6, 7, 8, 9])) < 1e-4
+        for delta in (2**31 - 1, -15):
+            with pytest.raises(lt.InvalidInputError, match="outside"):
+                context.memory.shift(0, None, None, delta)
+        assert context.memory.last(0) == 14
+
+
+def test_more_sequences_than_tokens_of_a_batch(tiny_model: lt.Model) -> None:
+    with tiny_model.context(n_ctx=4, n_batch=4, n_seq_max=8, **EXACT) as context:
+        assert context.n_batch >= 8
+        context.decode(lt.Batch.of([5, 6], seq=7))
+        assert relative(context.logits(), last_logits(tiny_model, [5, 6])) < 1e-5
 
 
 def test_n_fits_and_one_more_raises_with_both_numbers(tiny_model: lt.Model) -> None:
@@ -278,6 +316,33 @@ def test_a_second_thread_gets_busy_and_the_gil_is_free(smollm2: lt.Model) -> Non
         assert isinstance(errors[0], RuntimeError)
         assert max(np.diff(beats)) < 0.5
         assert context.memory.last(0) == 1023
+
+
+def test_threads_that_fight_over_a_context_get_errors_of_ours(tiny_model: lt.Model) -> None:
+    stop = threading.Event()
+    wrong: list[BaseException] = []
+    with tiny_model.context(n_ctx=512) as context:
+
+        def spin() -> None:
+            while not stop.is_set():
+                try:
+                    with contextlib.suppress(lt.BusyError):
+                        context.memory.last(0)
+                except BaseException as error:  # noqa: PERF203
+                    wrong.append(error)
+
+        threads = [threading.Thread(target=spin) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        end = time.perf_counter() + 3
+        while time.perf_counter() < end:
+            with contextlib.suppress(lt.BusyError):
+                lt.extract(context, [5, 6, 7, 8] * 4, [-2])
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+        assert len(lt.extract(context, [5, 6], [1])) == 2
 
 
 def test_sampler(tiny_model: lt.Model, rng: np.random.Generator) -> None:

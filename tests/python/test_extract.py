@@ -157,6 +157,18 @@ def test_pooling_is_numpys_over_the_rows(
     assert mean.provenance["pooling"] == "mean"
 
 
+def test_the_maximum_of_nan_is_nan(tiny_path: Path) -> None:
+    from tiny import TinyLlama
+
+    poisoned = TinyLlama()
+    poisoned.weights["token_embd.weight"][7, 3] = np.nan
+    with lt.Model(poisoned.write(tiny_path.parent / "nan.gguf")) as model:
+        rows = lt.extract(model, [5, 7, 6], [0])
+        assert np.isnan(rows.array[1, 0, 3])
+        pooled = lt.extract(model, [5, 7, 6], [0], pool="max")
+        assert np.array_equal(pooled.array, rows.array.max(axis=0), equal_nan=True)
+
+
 def test_pooled_out_and_dtype(extractor: lt.Extractor, prompt: NDArray[np.int32]) -> None:
     out = np.zeros((2, 64), np.float16)
     extractor(prompt, [1, -1], pool="mean", out=out)
@@ -192,6 +204,22 @@ def test_a_ragged_batch_equals_its_prompts_alone(
         for prompt, states in zip(prompts, found, strict=True):
             assert states.tokens.tolist() == prompt.tolist()
             assert relative(states.array, alone(prompt, layers).array) < 1e-6
+
+
+def test_contexts_that_extract_sizes_itself(tiny_model: lt.Model, rng: np.random.Generator) -> None:
+    prompts = [random_tokens(rng, tiny_model, 300) for _ in range(8)]
+    expected = lt.Extractor(tiny_model, **EXACT)(prompts[3], [-1])
+    for options in ({"kv_unified": False}, {"n_batch": 4}, {"n_ubatch": 1}, {"n_seq_max": 3}):
+        with lt.Extractor(tiny_model, **EXACT, **options) as extractor:
+            assert relative(extractor(prompts, [-1])[3].array, expected.array) < 1e-6
+
+
+def test_states_keep_their_tokens(tiny_model: lt.Model) -> None:
+    tokens = np.array([5, 6, 7], np.int32)
+    states = lt.extract(tiny_model, tokens, [1])
+    tokens[0] = 99
+    assert states.tokens.tolist() == [5, 6, 7]
+    assert not states.tokens.flags.writeable
 
 
 def test_order_and_company_do_not_matter(extractor: lt.Extractor, tiny_model: lt.Model) -> None:
@@ -268,6 +296,10 @@ def test_too_long_says_both_numbers(tiny_model: lt.Model) -> None:
         ([1, 259], {}),
         ([2**31], {}),
         ([1.5, 2.5], {}),
+        ([[1, [2]]], {}),
+        ([1, 2], {"layers": np.array([[1, 2]])}),
+        ([1, 2], {"dtype": "f4,,"}),
+        ([1, 2], {"dtype": np.zeros(3)}),
         (np.array([1.0, 2.0]), {}),
         (np.zeros((2, 2), np.int32), {}),
         (7, {}),
@@ -321,6 +353,17 @@ def test_early_exit_computes_no_layer_beyond(tiny_path: Path) -> None:
     path = poisoned.write(tiny_path.parent / "poisoned.gguf")
     with lt.Model(path) as broken, lt.Model(tiny_path) as model:
         tokens = list(range(3, 40))
+        context = broken.context(n_ctx=256)
+        seen = []
+        for layers in ([0], [2], [4]):
+            lt.extract(context, tokens, layers)
+            seen.append(context.native.nodes_seen)
+        # The nodes that were come by: hardly any, half, all but the output head.
+        assert seen[0] < 0.1 * seen[2]
+        assert 0.4 * seen[2] < seen[1] < 0.6 * seen[2]
+        context.decode(lt.Batch.of(tokens))
+        assert context.native.nodes_seen > seen[2]
+        context.close()
         found = lt.extract(broken, tokens, [0, 3])
         assert np.isfinite(found.array).all()
         assert np.array_equal(found.array, lt.extract(model, tokens, [0, 3]).array)

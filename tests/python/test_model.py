@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +233,80 @@ time.sleep(0.05)
 """
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_exit_with_an_extract_running_is_quiet(tiny_path: Path) -> None:
+    done = run(
+        f"""
+import threading, time
+import llamatap as lt
+model = lt.Model({str(tiny_path)!r})
+threading.Thread(target=lambda: lt.extract(model, [5] * 4000, [-1]), daemon=True).start()
+time.sleep(0.05)
+"""
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_forked_child_may_free_what_it_inherits(tiny_path: Path) -> None:
+    done = run(
+        f"""
+import os, sys
+import llamatap as lt
+model = lt.Model({str(tiny_path)!r})
+context = model.context(n_ctx=256)
+context.decode(lt.Batch.of([5]))
+lt.extract(model, [5], [1])
+child = os.fork()
+if child == 0:
+    context.close()
+    model.close()
+    del context, model
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+"""
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_model_whose_file_moves_works_on(
+    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(tiny_path, "model.gguf")
+    with lt.Model("model.gguf") as model:
+        assert model.path == tmp_path / "model.gguf"
+        monkeypatch.chdir("/")
+        states = lt.extract(model, [5], [1])
+        assert states.provenance["model_sha256"] is not None
+        model.path.unlink()
+        with model.context(n_ctx=256) as context:
+            assert lt.extract(context, [5], [1]).provenance["model_sha256"] is None
+
+
+def test_models_and_contexts_are_freed_without_the_garbage_collector(tiny_path: Path) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model = lt.Model(tiny_path)
+        lt.extract(model, [5], [1])
+        context = model.context(n_ctx=256)
+        gone: list[weakref.ref[Any]] = [
+            weakref.ref(model),
+            weakref.ref(context),
+            weakref.ref(model.extractor),
+        ]
+        del model, context
+        assert [reference() for reference in gone] == [None, None, None]
+    finally:
+        gc.enable()
+
+
+def test_paths_that_cannot_be_files(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    for path in ("a" * 5000, "a\0b", tmp_path / "pipe.gguf"):
+        with pytest.raises(lt.ModelLoadError):
+            lt.Model(path)
 
 
 def test_a_forked_child_is_told(tiny_path: Path) -> None:

@@ -16,7 +16,7 @@ GOLDEN = Path(__file__).parent.parent / "data" / "smollm2_golden.npz"
 
 
 def shape_of(tiny: TinyLlama) -> llama.Shape:
-    return llama.Shape(tiny.n_layer, tiny.n_head, tiny.n_head_kv, tiny.rope_base, tiny.eps)
+    return llama.Shape(tiny.n_layer, tiny.n_head, tiny.n_head_kv, tiny.rope_base, tiny.eps, tiny.causal)
 
 
 def test_every_layer_of_a_tiny_model_is_what_the_formulas_say(
@@ -71,6 +71,26 @@ def test_embeddings_in_place_of_tokens(
             assert relative(tap.states[layer], states[layer]) < 1e-5, f"H_{layer}"
         assert relative(context.logits(8), logits[8]) < 1e-5
         assert tap.states.tokens.tolist() == [-1] * 9
+
+
+def test_tokens_that_see_later_ones(tmp_path: Path, rng: np.random.Generator) -> None:
+    tiny = TinyLlama(causal=False)
+    with lt.Model(tiny.write(tmp_path / "both.gguf")) as model:
+        tokens = random_tokens(rng, model, 30)
+        states, normed, _ = llama.forward(
+            shape_of(tiny), tiny.weights, tiny.weights["token_embd.weight"][tokens].astype(np.float64)
+        )
+        extractor = lt.Extractor(model, **EXACT)
+        found = extractor([tokens, tokens[:7]], [*range(tiny.n_layer + 1), "norm"])[0]
+        for layer in range(tiny.n_layer + 1):
+            assert relative(found[layer], states[layer]) < 1e-5, f"H_{layer}"
+        assert relative(found["norm"], normed) < 1e-5
+        # What lies behind a window is seen all the same.
+        assert relative(extractor(tokens, [-1], window=(0, 3))[-1], states[-1][:3]) < 1e-5
+        with model.context(n_ctx=256, n_ubatch=16, **EXACT) as context:
+            with pytest.raises(lt.InvalidInputError, match=r"30.*16"):
+                context.decode(lt.Batch.of(tokens.tolist()))
+            context.decode(lt.Batch.of(tokens[:16].tolist()))
 
 
 def test_token_embeddings_are_the_matrix_rows(tiny: TinyLlama, tiny_model: lt.Model) -> None:

@@ -57,7 +57,7 @@ def test_save_and_load(tiny_model: lt.Model, tmp_path: Path, dtype: str) -> None
     assert np.array_equal(again["norm"], states["norm"])
     assert np.array_equal(again[-1], states[-1])
     assert again.tokens.tolist() == [6, 7]
-    assert again.provenance == {k: v for k, v in states.provenance.items() if v is not None}
+    assert again.provenance == states.provenance
     assert [entry.name for entry in tmp_path.iterdir()] == ["states.safetensors"]
 
 
@@ -107,6 +107,21 @@ def test_hashes_are_remembered_until_the_file_changes(
     assert file_sha256(file) == hashlib.sha256(b"two!").hexdigest()
     index.write_text("broken")
     assert file_sha256(file) == hashlib.sha256(b"two!").hexdigest()
+
+
+def test_states_are_no_sequence_but_convert(tiny_model: lt.Model) -> None:
+    states = lt.extract(tiny_model, [5, 6], [0, 1])
+    assert np.asarray(states) is states.array
+    assert np.asarray(states, np.float16).dtype == np.float16
+    assert np.array(states, copy=True).flags.writeable
+    with pytest.raises(TypeError):
+        list(states)  # type: ignore[call-overload]
+
+
+def test_a_missing_folder_is_not_made(tiny_model: lt.Model, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        lt.extract(tiny_model, [5], [1]).save(tmp_path / "missing" / "states.safetensors")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_layers_that_were_not_asked_for_raise(tiny_model: lt.Model) -> None:

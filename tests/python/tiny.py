@@ -26,6 +26,7 @@ class TinyLlama:
     n_ctx: int = 4096
     rope_base: float = 10000.0
     eps: float = 1e-5
+    causal: bool = True
     seed: int = 0
     weights: Weights = field(default_factory=dict)
 
@@ -69,6 +70,8 @@ class TinyLlama:
         writer.add_rope_freq_base(self.rope_base)
         writer.add_rope_dimension_count(self.n_embd // self.n_head)
         writer.add_vocab_size(self.n_vocab)
+        if not self.causal:
+            writer.add_causal_attention(False)
         writer.add_file_type(gguf.LlamaFileType.ALL_F32)
         if tokenizer:
             _add_byte_tokenizer(writer)

@@ -22,6 +22,7 @@ class Shape:
     n_head_kv: int
     rope_base: float
     eps: float
+    causal: bool = True
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
@@ -41,13 +42,14 @@ def rotate(x: Array, positions: NDArray[np.int64], base: float) -> Array:
     return out
 
 
-def attention(q: Array, k: Array, v: Array) -> Array:
-    """Causal attention of (tokens, heads, width); k and v have fewer heads, shared by groups of q's."""
+def attention(q: Array, k: Array, v: Array, causal: bool) -> Array:
+    """Attention of (tokens, heads, width); k and v have fewer heads, shared by groups of q's."""
     n, heads, width = q.shape
     groups = heads // k.shape[1]
     k, v = np.repeat(k, groups, axis=1), np.repeat(v, groups, axis=1)
     scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(width)
-    scores = np.where(np.tril(np.ones((n, n), bool)), scores, -np.inf)
+    if causal:
+        scores = np.where(np.tril(np.ones((n, n), bool)), scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     mixed: Array = np.einsum("hqk,khd->qhd", weights, v).reshape(n, heads * width)
@@ -76,7 +78,7 @@ def forward(
         q = rotate(heads("attn_q.weight", shape.n_head), positions, shape.rope_base)
         k = rotate(heads("attn_k.weight", shape.n_head_kv), positions, shape.rope_base)
         v = heads("attn_v.weight", shape.n_head_kv)
-        stream = stream + attention(q, k, v) @ w[block + "attn_output.weight"].T
+        stream = stream + attention(q, k, v, shape.causal) @ w[block + "attn_output.weight"].T
         x = rms_norm(stream, w[block + "ffn_norm.weight"], shape.eps)
         gate = x @ w[block + "ffn_gate.weight"].T
         up = x @ w[block + "ffn_up.weight"].T
