@@ -17,7 +17,7 @@ export LLAMATAP_CACHE ?= $(abspath $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamat
 export CCACHE_BASEDIR ?= /
 export CCACHE_NOHASHDIR ?= true
 
-.PHONY: demo test lint format stubs bench dev package golden debug sanitize clean
+.PHONY: demo test lint format stubs bench dev package golden neighbours debug sanitize clean
 
 # Debian keeps venv and the headers in packages of their own.
 define HAVE_PYTHON
@@ -88,18 +88,25 @@ golden: $(VENV)/.installed
 	.venv-golden/bin/python -m pip install --quiet torch transformers gguf accelerate
 	.venv-golden/bin/python tests/golden/make_smollm2.py "$$($(BIN)/llamatap fetch smollm2)" tests/data/smollm2_golden.npz
 
-# Builds of their own, in environments of their own: the usual one stays as it is.
-DEBUG_TOOLS = $(PYTHON) -m venv $(1) && $(1)/bin/python -m pip install --quiet "pip>=25.1" && \
+# Builds and peers of their own, in environments of their own: the usual one stays as it is.
+TEST_VENV = $(PYTHON) -m venv $(1) && $(1)/bin/python -m pip install --quiet "pip>=25.1" && \
 	$(1)/bin/python -m pip install --quiet --group build --group test
 
+# PyTorch and another package's llama.cpp in one process with ours.
+neighbours: | python
+	$(call TEST_VENV,.venv-neighbours)
+	.venv-neighbours/bin/python -m pip install --no-build-isolation .
+	.venv-neighbours/bin/python -m pip install torch llama-cpp-python
+	.venv-neighbours/bin/python -m pytest tests/neighbours
+
 debug: | python
-	$(call DEBUG_TOOLS,.venv-debug)
+	$(call TEST_VENV,.venv-debug)
 	.venv-debug/bin/python -m pip install --no-build-isolation ".[demo]" -C cmake.build-type=Debug
 	.venv-debug/bin/python -m pytest
 
 # Python itself is not instrumented: the runtime is preloaded, and what CPython leaves at exit is not ours.
 sanitize: | python
-	$(call DEBUG_TOOLS,.venv-sanitize)
+	$(call TEST_VENV,.venv-sanitize)
 	.venv-sanitize/bin/python -m pip install --no-build-isolation ".[demo]" \
 	  -C cmake.build-type=RelWithDebInfo -C cmake.define.LLAMATAP_SANITIZE=address,undefined \
 	  -C build-dir=build/sanitize

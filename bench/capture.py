@@ -1,6 +1,6 @@
 """What capture costs, and what early exit saves.
 
-    python bench/capture.py [MODEL] [--rounds N] [--tokens N] [--threads N]
+    python bench/capture.py [MODEL] [--rounds N] [--tokens N] [--threads N] [--gpu-layers N]
 
 Each round runs every variant once, one after another, so that slow phases of the machine fall on all of
 them; the figures are medians of the rounds' ratios to plain decoding in the same round. Writes JSON to
@@ -98,9 +98,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--gpu-layers", type=int, default=0, help="-1: all")
     arguments = parser.parse_args()
 
-    with lt.Model(arguments.model or fetch("smollm2")) as model:
+    path = arguments.model or fetch("smollm2")
+    with lt.Model(path, n_gpu_layers=arguments.gpu_layers) as model:
         tokens = np.random.default_rng(0).integers(100, model.n_vocab, arguments.tokens).tolist()
         work = variants(model, tokens, arguments.threads)
         n_short = int(str(work.pop("_short")[1]()))

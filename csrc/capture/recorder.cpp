@@ -70,13 +70,13 @@ bool Recorder::needs_last_block(int32_t row) const { return any_cropped_ && targ
 
 bool Recorder::stop_keeps_memory() const { return last_slot_ >= map_->n_layer(); }
 
-void Recorder::begin(const Piece& piece) noexcept {
+void Recorder::begin(const Piece& piece) {
   piece_ = &piece;
   std::fill(next_.begin(), next_.end(), 0);
   begin_graph();
 }
 
-void Recorder::begin_graph() noexcept {
+void Recorder::begin_graph() {
   finder_.reset();
   std::fill(seen_.begin(), seen_.end(), nullptr);
 }
@@ -90,7 +90,7 @@ int32_t Recorder::slot_of(const ggml_tensor& node) const {
   return -1;
 }
 
-bool Recorder::wants(const ggml_tensor* node) noexcept {
+bool Recorder::wants(const ggml_tensor* node) {
   finder_.see(node);
   // With embeddings in place of tokens, the first stream may be the input itself, which no node computes.
   for (int i = 0; i < 2 && seen_[0] == nullptr; ++i) {
@@ -107,27 +107,26 @@ bool Recorder::wants(const ggml_tensor* node) noexcept {
   return !columns_[slot].empty();
 }
 
-bool Recorder::computed(const ggml_tensor* node) noexcept {
+bool Recorder::computed(const ggml_tensor* node) {
   const int32_t slot = slot_of(*node);
   if (slot < 0) return true;
   copy(slot, *node);
   return !(piece_->may_stop && slot == last_slot_);
 }
 
-void Recorder::copy(int32_t slot, const ggml_tensor& node) try {
-  if (!fault_.empty()) return;
+void Recorder::copy(int32_t slot, const ggml_tensor& node) {
   const auto& rows = map_->sources()[slot].cropped ? piece_->output_rows : piece_->rows;
   const auto count = static_cast<size_t>(node.ne[1]);
   const auto width = static_cast<size_t>(map_->n_embd());
   const auto what = [&] { return "layer slot " + std::to_string(slot) + " (" + node.name + ")"; };
   if (static_cast<size_t>(node.ne[0]) != width || node.type != GGML_TYPE_F32 || node.nb[0] != sizeof(float) ||
       node.ne[2] != 1 || node.ne[3] != 1) {
-    fault_ = what() + " is no float32 matrix of width " + std::to_string(width);
-    return;
+    throw EngineFailed(what() + " is no float32 matrix of width " + std::to_string(width) +
+                       "; please report this");
   }
   if (next_[slot] + count > rows.size()) {
-    fault_ = what() + " has more rows than the " + std::to_string(rows.size()) + " expected";
-    return;
+    throw EngineFailed(what() + " has more rows than the " + std::to_string(rows.size()) +
+                       " expected; please report this");
   }
 
   const ggml_backend_buffer_t buffer = node.view_src != nullptr ? node.view_src->buffer : node.buffer;
@@ -154,12 +153,9 @@ void Recorder::copy(int32_t slot, const ggml_tensor& node) try {
     }
   }
   next_[slot] += count;
-} catch (const std::exception& error) {
-  fault_ = error.what();
 }
 
 void Recorder::end() {
-  if (!fault_.empty()) throw EngineFailed("capture failed: " + fault_);
   check_streams();
   for (size_t slot = 0; slot < columns_.size(); ++slot) {
     if (columns_[slot].empty()) continue;

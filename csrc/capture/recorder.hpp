@@ -47,10 +47,10 @@ class Recorder : public DecodeObserver {
 
   bool needs_last_block(int32_t row) const override;
   bool stop_keeps_memory() const override;
-  void begin(const Piece& piece) noexcept override;
-  void begin_graph() noexcept override;
-  bool wants(const ggml_tensor* node) noexcept override;
-  bool computed(const ggml_tensor* node) noexcept override;
+  void begin(const Piece& piece) override;
+  void begin_graph() override;
+  bool wants(const ggml_tensor* node) override;
+  bool computed(const ggml_tensor* node) override;
   void end() override;
 
  private:
@@ -69,7 +69,6 @@ class Recorder : public DecodeObserver {
   const Piece* piece_ = nullptr;
   std::vector<size_t> next_;  // by slot: how many rows of the piece have come
   std::vector<float> staging_;
-  std::string fault_;
 
   StreamFinder finder_;
   std::vector<const ggml_tensor*> seen_;  // by slot, in the graph being computed

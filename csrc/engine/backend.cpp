@@ -8,7 +8,9 @@
 #include <algorithm>
 #include <filesystem>
 #include <map>
+#include <memory>
 #include <mutex>
+#include <utility>
 
 #include "engine/error.hpp"
 #include "engine/log.hpp"
@@ -22,15 +24,36 @@ namespace fs = std::filesystem;
 // Back ends are named libllamatap-ggml-<kind>[-<variant>].so.
 constexpr char kPrefix[] = "libllamatap-ggml-";
 
-int score(const fs::path& library) {
+struct Unload {
+  void operator()(void* library) const { dlclose(library); }
+};
+using Library = std::unique_ptr<void, Unload>;
+
+struct Candidate {
+  Library library;
+  int score = 0;
+  fs::path path;
+};
+
+Candidate examine(const fs::path& path) {
   using ScoreFunction = int (*)();
-  void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (handle == nullptr) return 0;
-  const auto function = reinterpret_cast<ScoreFunction>(dlsym(handle, "ggml_backend_score"));
+  Candidate candidate;
+  candidate.library.reset(dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL));
+  if (candidate.library == nullptr) return candidate;
+  const auto function = reinterpret_cast<ScoreFunction>(dlsym(candidate.library.get(), "ggml_backend_score"));
   // A back end without a score is the only one of its kind.
-  const int result = function != nullptr ? function() : 1;
-  dlclose(handle);
-  return result;
+  candidate.score = function != nullptr ? function() : 1;
+  candidate.path = path;
+  return candidate;
+}
+
+/// Registers the library; null when it holds no back end.
+ggml_backend_reg_t load(Candidate candidate) {
+  if (candidate.score == 0) return nullptr;
+  ggml_backend_reg_t registry = ggml_backend_load(candidate.path.c_str());
+  // A GPU's runtime does not survive being unloaded: what is in use stays.
+  if (registry != nullptr) static_cast<void>(candidate.library.release());
+  return registry;
 }
 
 ggml_backend_reg_t cpu_registry() {
@@ -54,24 +77,22 @@ void load_backends(const std::string& folder) {
   const std::lock_guard<std::mutex> lock(mutex);
   if (loaded) return;
 
-  std::map<std::string, std::pair<int, fs::path>> best;
+  std::map<std::string, Candidate> best;
   for (const auto& entry : fs::directory_iterator(folder)) {
     const auto name = entry.path().filename().string();
     if (name.rfind(kPrefix, 0) != 0) continue;
     const auto rest = name.substr(sizeof kPrefix - 1);
     const auto kind = rest.substr(0, rest.find_first_of("-."));
     if (kind == "base") continue;
+    auto candidate = examine(entry.path());
     auto& choice = best[kind];
-    const int points = score(entry.path());
-    if (points > choice.first) choice = {points, entry.path()};
+    if (candidate.score > choice.score) choice = std::move(candidate);
   }
   // The engine offers devices in the order of registration, and falls back to the CPU last.
-  const auto cpu = best.extract("cpu");
-  for (const auto& [kind, choice] : best) {
-    if (choice.first > 0) ggml_backend_load(choice.second.c_str());
-  }
+  auto cpu = best.extract("cpu");
+  for (auto& [kind, choice] : best) load(std::move(choice));
   const LogScope log;
-  if (cpu.empty() || cpu.mapped().first == 0 || ggml_backend_load(cpu.mapped().second.c_str()) == nullptr) {
+  if (cpu.empty() || load(std::move(cpu.mapped())) == nullptr) {
     throw EngineFailed("no CPU back end for this machine in " + folder +
                        (log.text().empty() ? "" : ": " + log.text()));
   }

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <numeric>
 #include <set>
+#include <utility>
 
 #include "engine/error.hpp"
 #include "engine/internals.hpp"
@@ -407,6 +408,7 @@ void Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, Dec
   keep_logits();
   if (observer != nullptr) observer->begin(piece);
   observer_ = observer;
+  observer_error_ = nullptr;
   stopped_ = false;
   first_node_.clear();
   const LogScope log;
@@ -415,6 +417,7 @@ void Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, Dec
   llama_synchronize(context_.get());
   observer_ = nullptr;
 
+  if (observer_error_) std::rethrow_exception(std::exchange(observer_error_, nullptr));
   if (interrupted() || status == 2) throw Interrupted();
   if (status == 1) throw ContextFull(full_message(batch));
   if (status == -1) throw InvalidInput("the engine refuses the batch: " + log.text());
@@ -495,23 +498,34 @@ bool Context::can_stop() const noexcept {
 
 bool Context::on_node(ggml_tensor* node, bool ask, void* self) noexcept {
   auto* context = static_cast<Context*>(self);
+  try {
+    return context->see_node(node, ask);
+  } catch (...) {
+    context->observer_error_ = std::current_exception();
+    context->observer_ = nullptr;
+    context->stopped_ = context->can_stop();
+    return ask && context->stopped_;
+  }
+}
+
+bool Context::see_node(const ggml_tensor* node, bool ask) {
   if (ask) {
-    ++context->nodes_seen_;
-    if (context->first_node_.empty()) {
-      context->first_node_ = node->name;
-    } else if (context->first_node_ == node->name) {
-      context->stopped_ = false;
-      if (context->observer_ != nullptr) context->observer_->begin_graph();
+    ++nodes_seen_;
+    if (first_node_.empty()) {
+      first_node_ = node->name;
+    } else if (first_node_ == node->name) {
+      stopped_ = observer_error_ != nullptr && can_stop();
+      if (observer_ != nullptr) observer_->begin_graph();
     }
   }
-  if (context->interrupted() && context->can_stop()) context->stopped_ = true;
+  if (interrupted() && can_stop()) stopped_ = true;
   // Returning false ends one backend split only; of those that follow, asking for the first node and
   // refusing to go on leaves no more than that one to be computed, on stale inputs.
-  if (context->stopped_) return ask;
-  if (context->observer_ == nullptr) return false;
-  if (ask) return context->observer_->wants(node);
-  context->stopped_ = !context->observer_->computed(node) && context->can_stop();
-  return !context->stopped_;
+  if (stopped_) return ask;
+  if (observer_ == nullptr) return false;
+  if (ask) return observer_->wants(node);
+  stopped_ = !observer_->computed(node) && can_stop();
+  return !stopped_;
 }
 
 ggml_cgraph* Context::reserve_graph(uint32_t n_tokens, uint32_t n_outputs) {

@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -40,8 +41,8 @@ struct Piece {
   bool may_stop = false;             // nothing after what the observer wants is needed
 };
 
-/// Looks into the graph while a decode computes it. Its methods run on the thread that computes,
-/// without the GIL, and do not throw.
+/// Looks into the graph while a decode computes it. Its methods run on the thread that computes, without
+/// the GIL. What they throw ends the decode and comes out of it, never through the engine's frames.
 class DecodeObserver {
  public:
   virtual ~DecodeObserver() = default;
@@ -49,13 +50,13 @@ class DecodeObserver {
   virtual bool needs_last_block(int32_t row) const = 0;
   /// Whether ending a piece after the last wanted node leaves nothing uncomputed that the memory keeps.
   virtual bool stop_keeps_memory() const = 0;
-  virtual void begin(const Piece& piece) noexcept = 0;
+  virtual void begin(const Piece& piece) = 0;
   /// The nodes that follow are of a new graph: a piece is computed as one or more ubatches.
-  virtual void begin_graph() noexcept = 0;
+  virtual void begin_graph() = 0;
   /// Before `node` is computed: whether `computed` shall be called with it.
-  virtual bool wants(const ggml_tensor* node) noexcept = 0;
+  virtual bool wants(const ggml_tensor* node) = 0;
   /// After it was; false when the rest of the piece need not be computed.
-  virtual bool computed(const ggml_tensor* node) noexcept = 0;
+  virtual bool computed(const ggml_tensor* node) = 0;
   /// After the piece. Throws when not all was seen.
   virtual void end() = 0;
 };
@@ -134,6 +135,7 @@ class Context {
   bool interrupted() const noexcept;
   bool can_stop() const noexcept;
   static bool on_node(ggml_tensor* node, bool ask, void* self) noexcept;
+  bool see_node(const ggml_tensor* node, bool ask);
 
   std::shared_ptr<Model> model_;
   ContextOptions options_;
@@ -141,6 +143,7 @@ class Context {
   std::unique_ptr<llama_context, Free> context_;
   mutable std::mutex mutex_;
   DecodeObserver* observer_ = nullptr;
+  std::exception_ptr observer_error_;
   bool stopped_ = false;    // nothing more of the current graph is wanted
   std::string first_node_;  // the first one of the graphs of the current piece
   std::atomic<bool>* interrupt_ = nullptr;

@@ -343,17 +343,17 @@ def test_not_a_model() -> None:
 
 
 def test_early_exit_computes_no_layer_beyond(tiny_path: Path) -> None:
-    """Poisoned weights of the last block do not reach earlier states."""
+    """Other weights in the last block do not reach earlier states."""
     from tiny import TinyLlama
 
-    poisoned = TinyLlama()
-    for name in poisoned.weights:
+    changed = TinyLlama()
+    for name in changed.weights:
         if name.startswith("blk.3.") or name == "output.weight":
-            poisoned.weights[name][:] = np.nan
-    path = poisoned.write(tiny_path.parent / "poisoned.gguf")
-    with lt.Model(path) as broken, lt.Model(tiny_path) as model:
+            changed.weights[name] *= 2
+    path = changed.write(tiny_path.parent / "changed.gguf")
+    with lt.Model(path) as other, lt.Model(tiny_path) as model:
         tokens = list(range(3, 40))
-        context = broken.context(n_ctx=256)
+        context = other.context(n_ctx=256)
         seen = []
         for layers in ([0], [2], [4]):
             lt.extract(context, tokens, layers)
@@ -364,7 +364,6 @@ def test_early_exit_computes_no_layer_beyond(tiny_path: Path) -> None:
         context.decode(lt.Batch.of(tokens))
         assert context.native.nodes_seen > seen[2]
         context.close()
-        found = lt.extract(broken, tokens, [0, 3])
-        assert np.isfinite(found.array).all()
+        found = lt.extract(other, tokens, [0, 3])
         assert np.array_equal(found.array, lt.extract(model, tokens, [0, 3]).array)
-        assert np.isnan(lt.extract(broken, tokens, [4]).array).any()
+        assert relative(lt.extract(other, tokens, [4]).array, lt.extract(model, tokens, [4]).array) > 0.05
