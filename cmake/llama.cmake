@@ -67,6 +67,10 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # Unique symbols are merged over all libraries of a process, another package's llama.cpp included.
   add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fno-gnu-unique>)
 endif()
+if(NOT APPLE)
+  # The same of the C++ runtime, where a compiler links it in: exported, it mixes with the process's own.
+  add_link_options("-Wl,--exclude-libs,libstdc++.a:libgcc.a")
+endif()
 
 # llama.cpp's top CMakeLists.txt is passed over: it would pull in its tools, their libraries and its
 # install rules. What its two library folders take from it is these names.

@@ -199,7 +199,9 @@ def test_log_lines_go_to_python_and_nowhere_else(tiny_path: Path, caplog: pytest
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    # Python 3.12 warns of every fork of a process with threads.
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def test_nothing_on_the_file_descriptors(tiny_path: Path, tmp_path: Path) -> None:
