@@ -3,8 +3,9 @@
 #include <ggml.h>
 
 #include <algorithm>
-#include <cstdlib>
+#include <charconv>
 #include <cstring>
+#include <system_error>
 
 #include "engine/error.hpp"
 
@@ -13,11 +14,13 @@ namespace llamatap {
 namespace {
 
 /// The block that a weight belongs to; -1 when `name` is no weight of a block ("blk.<i>.<...>").
-int32_t block_of(const char* name) {
-  if (std::strncmp(name, "blk.", 4) != 0) return -1;
-  char* end = nullptr;
-  const long block = std::strtol(name + 4, &end, 10);
-  return end != name + 4 && *end == '.' ? static_cast<int32_t>(block) : -1;
+int32_t block_of(std::string_view name) {
+  constexpr std::string_view kPrefix = "blk.";
+  if (name.substr(0, kPrefix.size()) != kPrefix) return -1;
+  name.remove_prefix(kPrefix.size());
+  int32_t block = -1;
+  const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), block);
+  return error == std::errc() && end != name.data() + name.size() && *end == '.' ? block : -1;
 }
 
 bool is_leaf(const ggml_tensor& tensor) { return tensor.op == GGML_OP_NONE; }
@@ -33,14 +36,18 @@ const ggml_tensor* data_source(const ggml_tensor& node, int weight) {
 
 }  // namespace
 
-std::string given_name(const ggml_tensor* tensor) {
-  if (tensor == nullptr) return {};
-  std::string name = tensor->name;
+std::string_view original_name(const ggml_tensor* tensor) {
+  const std::string_view name = tensor->name;
   const auto first = name.find('#');
   const auto last = name.rfind('#');
-  if (first != last) name = name.substr(first + 1, last - first - 1);
+  return first != last ? name.substr(first + 1, last - first - 1) : name;
+}
+
+std::string given_name(const ggml_tensor* tensor) {
+  if (tensor == nullptr) return {};
+  const auto name = original_name(tensor);
   const bool numbered = name.rfind("node_", 0) == 0 || name.rfind("leaf_", 0) == 0;
-  return numbered ? std::string() : name;
+  return numbered ? std::string() : std::string(name);
 }
 
 NodeSignature NodeSignature::of(const ggml_tensor& node) {
@@ -57,11 +64,22 @@ StreamFinder::StreamFinder(int32_t n_layer, int64_t n_embd)
 
 void StreamFinder::reset() {
   for (auto& chain : chains_) chain.clear();
+  nodes_.clear();
+}
+
+const ggml_tensor* StreamFinder::original(const ggml_tensor* tensor) const {
+  if (!is_leaf(*tensor)) return tensor;
+  const auto name = original_name(tensor);
+  if (name == tensor->name) return tensor;
+  const auto found = std::find_if(nodes_.rbegin(), nodes_.rend(),
+                                  [&](const ggml_tensor* node) { return name == node->name; });
+  return found != nodes_.rend() ? *found : tensor;
 }
 
 StreamFinder::Chain StreamFinder::trace(const ggml_tensor* node) const {
   Chain chain;
   while (node != nullptr) {
+    node = original(node);
     if (node->type == GGML_TYPE_F32 && node->ne[0] == n_embd_ && node->ne[2] == 1 && node->ne[3] == 1) {
       chain.push_back(node);
     }
@@ -89,20 +107,22 @@ StreamFinder::Chain StreamFinder::trace(const ggml_tensor* node) const {
 }
 
 void StreamFinder::see(const ggml_tensor* node) {
+  nodes_.push_back(node);
   const size_t last = chains_.size() - 2;
   for (int i = 0; i < GGML_MAX_SRC; ++i) {
     const ggml_tensor* weight = node->src[i];
     if (weight == nullptr || !is_leaf(*weight)) continue;
-    const int32_t block = block_of(weight->name);
+    const auto name = original_name(weight);
+    const int32_t block = block_of(name);
     if (block >= 0 && static_cast<size_t>(block) < last) {
       if (!chains_[block].empty()) continue;
       if (const auto* data = data_source(*node, i)) chains_[block] = trace(data);
-    } else if (std::strcmp(weight->name, "output_norm.weight") == 0) {
+    } else if (name == "output_norm.weight") {
       if (chains_[last].empty()) {
         if (const auto* data = data_source(*node, i)) chains_[last] = trace(data);
       }
       chains_[last + 1] = {node};
-    } else if (std::strcmp(weight->name, "output_norm.bias") == 0) {
+    } else if (name == "output_norm.bias") {
       chains_[last + 1] = {node};
     }
   }
@@ -135,7 +155,9 @@ std::shared_ptr<const LayerMap> LayerMap::resolve(const std::shared_ptr<Model>& 
     int result = 0;
     for (int i = 0; i < count; ++i) {
       const auto& sources = ggml_graph_node(graph, i)->src;
-      result += std::find(std::begin(sources), std::end(sources), node) != std::end(sources) ? 1 : 0;
+      result += std::any_of(std::begin(sources), std::end(sources), [&](const ggml_tensor* source) {
+        return source != nullptr && finder.original(source) == node;
+      });
     }
     return result;
   };

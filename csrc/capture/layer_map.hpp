@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "engine/context.hpp"
@@ -12,8 +13,10 @@ struct ggml_tensor;
 
 namespace llamatap {
 
-/// The name that the model's code gave a tensor; "" for one that ggml numbered, differently in each graph. A
-/// copy on another back end ("CUDA0#name#0") has the name of what it is a copy of.
+/// The name of a tensor; that of what it is a copy of for a copy on another back end ("CUDA0#name#0").
+std::string_view original_name(const ggml_tensor* tensor);
+
+/// The same, but "" for a name that ggml numbered, differently in each graph.
 std::string given_name(const ggml_tensor* tensor);
 
 /// How a node of the engine's graphs is recognised. Names alone are not unique in every architecture.
@@ -36,7 +39,8 @@ struct LayerSource {
 /// Finds the residual stream in a graph by what reads it, not by its name. The input of block i is among
 /// what the first node that uses a weight of block i reads: that itself, or what lies before norms without
 /// weights and reshapes. H_n is found the same way from the output norm, known by its weight or, without
-/// one, by its name. Nodes are shown in the order of computation.
+/// one, by its name. Nodes are shown in the order of computation. Copies between back ends stand for what
+/// they are copies of.
 class StreamFinder {
  public:
   using Chain = std::vector<const ggml_tensor*>;
@@ -45,6 +49,9 @@ class StreamFinder {
 
   void reset();
   void see(const ggml_tensor* node);
+
+  /// What `tensor` is a copy of, among the nodes seen; `tensor` itself when it is no copy.
+  const ggml_tensor* original(const ggml_tensor* tensor) const;
 
   /// For H_0..H_n, then norm(H_n): the tensors that it may be, nearest to the reader first.
   const std::vector<Chain>& chains() const { return chains_; }
@@ -55,6 +62,7 @@ class StreamFinder {
 
   int64_t n_embd_;
   std::vector<Chain> chains_;
+  std::vector<const ggml_tensor*> nodes_;
 };
 
 /// Which node of the graph gives each slot of a model: slot i in 0..n is H_i, slot n+1 is norm(H_n).
