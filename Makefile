@@ -11,6 +11,9 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := $(shell find csrc cmake python/llamatap vendor -path vendor/llama.cpp -prune -o -type f ! -path '*/__pycache__/*' ! -name '.*' -print) CMakeLists.txt pyproject.toml
 
+# What pip is asked for: TORCH="torch --index-url ..." takes a build without CUDA.
+TORCH  ?= torch
+
 export LLAMATAP_CACHE ?= $(abspath $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamatap)
 
 # The compiler cache then serves every copy of the sources, wherever it lies.
@@ -85,7 +88,8 @@ clean:
 # The oracle rows of tests/data, from transformers.
 golden: $(VENV)/.installed
 	$(PYTHON) -m venv .venv-golden
-	.venv-golden/bin/python -m pip install --quiet torch transformers gguf accelerate
+	.venv-golden/bin/python -m pip install --quiet $(TORCH)
+	.venv-golden/bin/python -m pip install --quiet transformers gguf accelerate numpy
 	.venv-golden/bin/python tests/golden/make_smollm2.py "$$($(BIN)/llamatap fetch smollm2)" tests/data/smollm2_golden.npz
 
 # Builds and peers of their own, in environments of their own: the usual one stays as it is.
@@ -96,7 +100,8 @@ TEST_VENV = $(PYTHON) -m venv $(1) && $(1)/bin/python -m pip install --quiet "pi
 neighbours: | python
 	$(call TEST_VENV,.venv-neighbours)
 	.venv-neighbours/bin/python -m pip install --no-build-isolation .
-	.venv-neighbours/bin/python -m pip install torch llama-cpp-python
+	.venv-neighbours/bin/python -m pip install $(TORCH)
+	.venv-neighbours/bin/python -m pip install llama-cpp-python
 	.venv-neighbours/bin/python -m pytest tests/neighbours
 
 debug: | python

@@ -60,7 +60,9 @@ def alone(model: Path) -> str:
     return run(STATES + "print(states())", model)
 
 
-@pytest.mark.parametrize("neighbour", [TORCH, LLAMA_CPP, TORCH + LLAMA_CPP], ids=["torch", "llama_cpp", "both"])
+@pytest.mark.parametrize(
+    "neighbour", [TORCH, LLAMA_CPP, TORCH + LLAMA_CPP], ids=["torch", "llama_cpp", "both"]
+)
 def test_neighbours_change_nothing_in_either_order(neighbour: str, model: Path, alone: str) -> None:
     first = run(neighbour + "use()\n" + STATES + "print(states()); use(); print(states())", model)
     assert first.split() == [alone, alone]

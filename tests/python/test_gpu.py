@@ -50,7 +50,7 @@ def test_a_tap_changes_no_logits_and_an_early_end_leaves_no_trace(
     model: lt.Model, rng: np.random.Generator
 ) -> None:
     tokens = random_tokens(rng, model, 40)
-    batch = lt.Batch.of(tokens)
+    batch = lt.Batch.of(tokens.tolist())
     with model.context(n_ctx=256) as context:
         context.decode(batch)
         plain = context.logits()
