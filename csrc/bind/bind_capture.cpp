@@ -66,8 +66,7 @@ void register_capture(py::module_& module) {
           "nodes",
           [](const LayerMap& map) {
             std::vector<std::pair<py::str, bool>> nodes;
-            for (const auto& source : map.sources())
-              nodes.emplace_back(to_str(source.node.name), source.cropped);
+            for (const auto& source : map.sources()) nodes.emplace_back(to_str(source.node), source.cropped);
             return nodes;
           },
           "By slot (0..n, then the norm): the node's name, and whether it has rows for outputs only.");

@@ -3,66 +3,48 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "engine/context.hpp"
+#include "engine/graph.hpp"
 #include "engine/model.hpp"
 
 struct ggml_tensor;
 
 namespace llamatap {
 
-/// The name of a tensor; that of what it is a copy of for a copy on another back end ("CUDA0#name#0").
-std::string_view original_name(const ggml_tensor* tensor);
-
-/// The same, but "" for a name that ggml numbered, differently in each graph.
-std::string given_name(const ggml_tensor* tensor);
-
-/// How a node of the engine's graphs is recognised. Names alone are not unique in every architecture.
-struct NodeSignature {
-  std::string name;
-  int32_t op = 0;
-  std::string source0;
-  std::string source1;
-
-  static NodeSignature of(const ggml_tensor& node);
-  bool matches(const ggml_tensor& node) const;
-};
-
+/// A node that the engine computes: the name that the model's code gave it, its operation where it gave none.
 struct LayerSource {
-  NodeSignature node;
+  std::string node;
   /// Whether the node has rows for the outputs of a batch only: the engine crops the last block.
   bool cropped = false;
 };
 
-/// Finds the residual stream in a graph by what reads it, not by its name. The input of block i is among
-/// what the first node that uses a weight of block i reads: that itself, or what lies before norms without
-/// weights and reshapes. H_n is found the same way from the output norm, known by its weight or, without
-/// one, by its name. Nodes are shown in the order of computation. Copies between back ends stand for what
-/// they are copies of.
-class StreamFinder {
+/// The residual stream in a graph, found by what reads it and not by its name: the input of block i is among
+/// what the first node of block i reads, that itself or what lies before norms without weights and reshapes;
+/// of these, the furthest that the residual add reads too. H_n is found the same way from the output norm.
+class Streams {
  public:
-  using Chain = std::vector<const ggml_tensor*>;
+  Streams(const Graph& graph, int32_t n_layer, int32_t n_embd);
 
-  StreamFinder(int32_t n_layer, int64_t n_embd);
-
-  void reset();
-  void see(const ggml_tensor* node);
-
-  /// What `tensor` is a copy of, among the nodes seen; `tensor` itself when it is no copy.
-  const ggml_tensor* original(const ggml_tensor* tensor) const;
-
-  /// For H_0..H_n, then norm(H_n): the tensors that it may be, nearest to the reader first.
-  const std::vector<Chain>& chains() const { return chains_; }
+  /// H_0..H_n, then norm(H_n); null where there is no single stream.
+  const std::vector<const ggml_tensor*>& by_slot() const { return found_; }
+  /// What the block of a slot was seen to read; null when the graph has no such block.
+  const ggml_tensor* nearest(int32_t slot) const { return nearest_[slot]; }
 
  private:
-  Chain trace(const ggml_tensor* node) const;
-  void see_norm(const ggml_tensor* node);
+  void see(const ggml_tensor& node);
+  void see_block(int32_t block, const ggml_tensor* read);
+  void see_output_norm(const ggml_tensor& norm, const ggml_tensor* read);
+  /// The blocks that use the weights of others.
+  void see_blocks_by_name();
+  bool is_stream(const ggml_tensor& node) const;
 
+  const Graph& graph_;
+  int32_t n_layer_;
   int64_t n_embd_;
-  std::vector<Chain> chains_;
-  std::vector<const ggml_tensor*> nodes_;
+  std::vector<const ggml_tensor*> found_;
+  std::vector<const ggml_tensor*> nearest_;
 };
 
 /// Which node of the graph gives each slot of a model: slot i in 0..n is H_i, slot n+1 is norm(H_n).

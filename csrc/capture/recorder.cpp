@@ -47,9 +47,7 @@ Recorder::Recorder(std::shared_ptr<const LayerMap> map, std::vector<int32_t> slo
       columns_(map_->sources().size()),
       dtype_(dtype),
       targets_(std::move(targets)),
-      next_(map_->sources().size(), 0),
-      finder_(map_->n_layer(), map_->n_embd()),
-      seen_(map_->sources().size(), nullptr) {
+      next_(map_->sources().size(), 0) {
   if (slots.empty()) throw InvalidInput("no layers are asked for");
   for (size_t column = 0; column < slots.size(); ++column) {
     const int32_t slot = slots[column];
@@ -61,9 +59,6 @@ Recorder::Recorder(std::shared_ptr<const LayerMap> map, std::vector<int32_t> slo
     any_cropped_ = any_cropped_ || map_->sources()[slot].cropped;
     last_slot_ = std::max(last_slot_, slot);
   }
-  for (int32_t slot = 0; slot <= map_->norm_slot(); ++slot) {
-    slots_by_name_[map_->sources()[slot].node.name].push_back(slot);
-  }
 }
 
 bool Recorder::needs_last_block(int32_t row) const { return any_cropped_ && targets_[row].wanted(); }
@@ -73,45 +68,43 @@ bool Recorder::stop_keeps_memory() const { return last_slot_ >= map_->n_layer();
 void Recorder::begin(const Piece& piece) {
   piece_ = &piece;
   std::fill(next_.begin(), next_.end(), 0);
-  begin_graph();
+  wanted_.clear();
 }
 
-void Recorder::begin_graph() {
-  finder_.reset();
-  std::fill(seen_.begin(), seen_.end(), nullptr);
-}
-
-int32_t Recorder::slot_of(const ggml_tensor& node) const {
-  const auto named = slots_by_name_.find(given_name(&node));
-  if (named == slots_by_name_.end()) return -1;
-  for (const int32_t slot : named->second) {
-    if (map_->sources()[slot].node.matches(node)) return slot;
+void Recorder::begin_graph(const Graph& graph) {
+  wanted_.clear();
+  const Streams streams(graph, map_->n_layer(), map_->n_embd());
+  for (int32_t slot = 0; slot <= map_->norm_slot(); ++slot) {
+    const ggml_tensor* stream = streams.by_slot()[slot];
+    if (columns_[slot].empty() || stream == nullptr) continue;
+    if (stream->op == GGML_OP_NONE) {
+      // An input, which no node computes: embeddings in the place of tokens.
+      copy(slot, *stream);
+    } else {
+      wanted_.emplace_back(stream, slot);
+    }
   }
-  return -1;
+  std::sort(wanted_.begin(), wanted_.end());
+}
+
+std::pair<Recorder::Wanted, Recorder::Wanted> Recorder::slots_of(const ggml_tensor* node) const {
+  const auto before = [](const auto& a, const auto& b) { return a.first < b.first; };
+  return std::equal_range(wanted_.begin(), wanted_.end(), std::make_pair(node, 0), before);
 }
 
 bool Recorder::wants(const ggml_tensor* node) {
-  finder_.see(node);
-  // With embeddings in place of tokens, the first stream may be the input itself, which no node computes.
-  for (int i = 0; i < 2 && seen_[0] == nullptr; ++i) {
-    const ggml_tensor* source = node->src[i];
-    if (source != nullptr && source->op == GGML_OP_NONE &&
-        map_->sources()[0].node.name == given_name(source)) {
-      seen_[0] = source;
-      if (!columns_[0].empty()) copy(0, *source);
-    }
-  }
-  const int32_t slot = slot_of(*node);
-  if (slot < 0) return false;
-  seen_[slot] = node;
-  return !columns_[slot].empty();
+  const auto [first, last] = slots_of(node);
+  return first != last;
 }
 
 bool Recorder::computed(const ggml_tensor* node) {
-  const int32_t slot = slot_of(*node);
-  if (slot < 0) return true;
-  copy(slot, *node);
-  return !(piece_->may_stop && slot == last_slot_);
+  const auto [first, last] = slots_of(node);
+  bool ends = false;
+  for (auto it = first; it != last; ++it) {
+    copy(it->second, *node);
+    ends = ends || it->second == last_slot_;
+  }
+  return !(piece_->may_stop && ends);
 }
 
 void Recorder::copy(int32_t slot, const ggml_tensor& node) {
@@ -156,7 +149,6 @@ void Recorder::copy(int32_t slot, const ggml_tensor& node) {
 }
 
 void Recorder::end() {
-  check_streams();
   for (size_t slot = 0; slot < columns_.size(); ++slot) {
     if (columns_[slot].empty()) continue;
     const auto expected = map_->sources()[slot].cropped ? piece_->output_rows.size() : piece_->rows.size();
@@ -168,17 +160,6 @@ void Recorder::end() {
       throw EngineFailed("layer slot " + std::to_string(slot) + " gave " + std::to_string(next_[slot]) +
                          " rows where " + std::to_string(expected) + " were expected; please report this");
     }
-  }
-}
-
-void Recorder::check_streams() {
-  for (size_t slot = 0; slot < seen_.size(); ++slot) {
-    const auto& chain = finder_.chains()[slot];
-    // What was not reached before an early end cannot be compared.
-    if (chain.empty() || seen_[slot] == nullptr) continue;
-    if (std::find(chain.begin(), chain.end(), seen_[slot]) != chain.end()) continue;
-    throw EngineFailed("the graph's layer slot " + std::to_string(slot) + " is " + chain.back()->name +
-                       ", not " + seen_[slot]->name + " as resolved; please report this");
   }
 }
 

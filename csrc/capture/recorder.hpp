@@ -2,8 +2,7 @@
 
 #include <cstddef>
 #include <memory>
-#include <string>
-#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "capture/block.hpp"
@@ -48,15 +47,15 @@ class Recorder : public DecodeObserver {
   bool needs_last_block(int32_t row) const override;
   bool stop_keeps_memory() const override;
   void begin(const Piece& piece) override;
-  void begin_graph() override;
+  void begin_graph(const Graph& graph) override;
   bool wants(const ggml_tensor* node) override;
   bool computed(const ggml_tensor* node) override;
   void end() override;
 
  private:
+  using Wanted = std::vector<std::pair<const ggml_tensor*, int32_t>>::const_iterator;
+  std::pair<Wanted, Wanted> slots_of(const ggml_tensor* node) const;
   void copy(int32_t slot, const ggml_tensor& node);
-  int32_t slot_of(const ggml_tensor& node) const;
-  void check_streams();
 
   std::shared_ptr<const LayerMap> map_;
   std::vector<std::vector<size_t>> columns_;  // by slot: where it goes in a row, once for each repeat
@@ -65,13 +64,10 @@ class Recorder : public DecodeObserver {
   bool any_cropped_ = false;
   int32_t last_slot_ = -1;
 
-  std::unordered_map<std::string, std::vector<int32_t>> slots_by_name_;
   const Piece* piece_ = nullptr;
   std::vector<size_t> next_;  // by slot: how many rows of the piece have come
   std::vector<float> staging_;
-
-  StreamFinder finder_;
-  std::vector<const ggml_tensor*> seen_;  // by slot, in the graph being computed
+  std::vector<std::pair<const ggml_tensor*, int32_t>> wanted_;  // sorted nodes of the graph, with their slots
 };
 
 }  // namespace llamatap

@@ -410,7 +410,6 @@ void Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, Dec
   observer_ = observer;
   observer_error_ = nullptr;
   stopped_ = false;
-  first_node_.clear();
   const LogScope log;
   const int32_t status = llama_decode(context_.get(), engine_batch.view);
   // Also brings back errors of asynchronous back ends before anyone reads.
@@ -511,11 +510,10 @@ bool Context::on_node(ggml_tensor* node, bool ask, void* self) noexcept {
 bool Context::see_node(const ggml_tensor* node, bool ask) {
   if (ask) {
     ++nodes_seen_;
-    if (first_node_.empty()) {
-      first_node_ = node->name;
-    } else if (first_node_ == node->name) {
+    const Graph graph(internals::computed_graph(context_.get()));
+    if (node == graph.node(0)) {
       stopped_ = observer_error_ != nullptr && can_stop();
-      if (observer_ != nullptr) observer_->begin_graph();
+      if (observer_ != nullptr) observer_->begin_graph(graph);
     }
   }
   if (interrupted() && can_stop()) stopped_ = true;
@@ -528,12 +526,13 @@ bool Context::see_node(const ggml_tensor* node, bool ask) {
   return !stopped_;
 }
 
-ggml_cgraph* Context::reserve_graph(uint32_t n_tokens, uint32_t n_outputs) {
+Graph Context::reserve_graph(uint32_t n_tokens, uint32_t n_outputs) {
   const Use use(mutex_, *model_);
-  auto* graph = internals::reserve_graph(context_.get(), n_tokens, n_outputs);
-  if (graph == nullptr)
+  const auto* result = internals::reserve_graph(context_.get(), n_tokens, n_outputs);
+  if (result == nullptr) {
     throw EngineFailed("the engine cannot build a graph of " + std::to_string(n_tokens) + " tokens");
-  return graph;
+  }
+  return Graph(result);
 }
 
 }  // namespace llamatap

@@ -10,10 +10,10 @@
 
 #include "engine/backend.hpp"
 #include "engine/batch.hpp"
+#include "engine/graph.hpp"
 #include "engine/model.hpp"
 #include "engine/worker.hpp"
 
-struct ggml_cgraph;
 struct ggml_tensor;
 struct llama_context;
 
@@ -51,8 +51,8 @@ class DecodeObserver {
   /// Whether ending a piece after the last wanted node leaves nothing uncomputed that the memory keeps.
   virtual bool stop_keeps_memory() const = 0;
   virtual void begin(const Piece& piece) = 0;
-  /// The nodes that follow are of a new graph: a piece is computed as one or more ubatches.
-  virtual void begin_graph() = 0;
+  /// The nodes that follow are those of `graph`: a piece is computed as one or more ubatches.
+  virtual void begin_graph(const Graph& graph) = 0;
   /// Before `node` is computed: whether `computed` shall be called with it.
   virtual bool wants(const ggml_tensor* node) = 0;
   /// After it was; false when the rest of the piece need not be computed.
@@ -111,7 +111,7 @@ class Context {
   void restore(int32_t seq, const std::string& state);
 
   /// Builds, without computing it, the graph of a ubatch.
-  ggml_cgraph* reserve_graph(uint32_t n_tokens, uint32_t n_outputs);
+  Graph reserve_graph(uint32_t n_tokens, uint32_t n_outputs);
 
  private:
   struct Free {
@@ -144,8 +144,7 @@ class Context {
   mutable std::mutex mutex_;
   DecodeObserver* observer_ = nullptr;
   std::exception_ptr observer_error_;
-  bool stopped_ = false;    // nothing more of the current graph is wanted
-  std::string first_node_;  // the first one of the graphs of the current piece
+  bool stopped_ = false;  // nothing more of the current graph is wanted
   std::atomic<bool>* interrupt_ = nullptr;
   std::vector<LogitRow> logit_rows_;  // by entry of the last batch; index -1: no output
   std::vector<float> kept_logits_;

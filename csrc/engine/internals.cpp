@@ -7,13 +7,31 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <string_view>
 
 #include "engine/error.hpp"
+#include "engine/graph.hpp"
+#include "ggml-impl.h"
 #include "llama-batch.h"
 #include "llama-context.h"
 #include "llama-ext.h"
+#include "llama-graph.h"
 #include "llama-memory.h"
 #include "llama-model.h"
+
+namespace {
+
+// The context keeps the graph that it computes to itself. What is named in an explicit instantiation is
+// exempt from access checks, and no longer compiles when the engine renames it.
+llm_graph_result* computed_result(llama_context& context);
+
+template <auto Member>
+struct Reach {
+  friend llm_graph_result* computed_result(llama_context& context) { return (context.*Member)(); }
+};
+template struct Reach<&llama_context::get_gf_res_prev>;
+
+}  // namespace
 
 namespace llamatap::internals {
 
@@ -88,8 +106,45 @@ std::optional<std::vector<int32_t>> ubatch_order(llama_context* context, const l
   return order;
 }
 
-ggml_cgraph* reserve_graph(llama_context* context, uint32_t n_tokens, uint32_t n_outputs) {
-  return llama_graph_reserve(context, n_tokens, 1, n_outputs);
+const llm_graph_result* reserve_graph(llama_context* context, uint32_t n_tokens, uint32_t n_outputs) {
+  if (llama_graph_reserve(context, n_tokens, 1, n_outputs) == nullptr) return nullptr;
+  return context->get_gf_res_reserve();
 }
 
+const llm_graph_result* computed_graph(llama_context* context) { return computed_result(*context); }
+
 }  // namespace llamatap::internals
+
+namespace llamatap {
+
+Graph::Graph(const llm_graph_result* result) : result_(result), graph_(result->get_gf()) {}
+
+int32_t Graph::size() const { return graph_->n_nodes; }
+
+const ggml_tensor* Graph::node(int32_t index) const { return graph_->nodes[index]; }
+
+int32_t Graph::readers(const ggml_tensor* tensor) const {
+  const size_t slot = ggml_hash_find(&graph_->visited_hash_set, tensor);
+  const bool known = slot != GGML_HASHSET_FULL && ggml_bitset_get(graph_->visited_hash_set.used, slot);
+  return known ? graph_->use_counts[slot] : 0;
+}
+
+const ggml_tensor* Graph::original(const ggml_tensor* tensor) const {
+  if (tensor->op != GGML_OP_NONE) return tensor;
+  const std::string_view name = tensor->name;
+  const auto first = name.find('#');
+  const auto last = name.rfind('#');
+  if (first == last) return tensor;
+  const auto of = name.substr(first + 1, last - first - 1);
+  for (int32_t i = 0; i < size(); ++i) {
+    if (of == node(i)->name) return node(i);
+  }
+  return tensor;
+}
+
+const ggml_tensor* Graph::hooked_input(int32_t block) const {
+  const auto& inputs = result_->t_layer_inp;
+  return static_cast<size_t>(block) < inputs.size() ? inputs[block] : nullptr;
+}
+
+}  // namespace llamatap

@@ -5,10 +5,10 @@
 #include <string>
 #include <vector>
 
-struct ggml_cgraph;
 struct llama_batch;
 struct llama_context;
 struct llama_model;
+class llm_graph_result;
 
 /// What the engine's public header does not offer, read from its internal ones. An engine bump that
 /// breaks something breaks it here.
@@ -37,7 +37,11 @@ bool causal_attention(const llama_context* context);
 /// the memory as it is now. No value when the batch would not fit.
 std::optional<std::vector<int32_t>> ubatch_order(llama_context* context, const llama_batch& batch);
 
-/// The graph of a ubatch, built but not computed; valid until the next call for the same context.
-ggml_cgraph* reserve_graph(llama_context* context, uint32_t n_tokens, uint32_t n_outputs);
+/// The graph of a ubatch, built but not computed; null when that fails. Valid until the next call for the
+/// same context.
+const llm_graph_result* reserve_graph(llama_context* context, uint32_t n_tokens, uint32_t n_outputs);
+
+/// The graph that the context is computing; to be called from the graph callback.
+const llm_graph_result* computed_graph(llama_context* context);
 
 }  // namespace llamatap::internals
