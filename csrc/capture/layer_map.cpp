@@ -84,21 +84,36 @@ Streams::Streams(const Graph& graph, int32_t n_layer, int32_t n_embd)
     : graph_(graph),
       n_layer_(n_layer),
       n_embd_(n_embd),
+      first_weights_(static_cast<size_t>(n_layer), nullptr),
       found_(static_cast<size_t>(n_layer) + 2, nullptr),
       nearest_(found_.size(), nullptr) {
-  for (int32_t i = 0; i < graph_.size(); ++i) see(*graph_.node(i));
-  if (std::find(nearest_.begin(), nearest_.begin() + n_layer_, nullptr) != nearest_.begin() + n_layer_) {
-    see_blocks_by_name();
+  for (int32_t i = 0; i < graph_.size(); ++i) see(i);
+
+  const auto before = [](const BlockStart& a, const BlockStart& b) { return a.block < b.block; };
+  const bool once_each =
+      std::is_sorted(starts_.begin(), starts_.end(), before) &&
+      std::find(first_weights_.begin(), first_weights_.end(), nullptr) == first_weights_.end();
+  if (!once_each) see_names();
+
+  std::vector<int32_t> first_nodes(static_cast<size_t>(n_layer), -1);
+  for (const auto& start : starts_) {
+    if (first_nodes[start.block] < 0) first_nodes[start.block] = start.node;
+    if (found_[start.block] != nullptr) continue;
+    see_block(start, start.block > 0 ? first_nodes[start.block - 1] : -1);
   }
 }
 
-void Streams::see(const ggml_tensor& node) {
+void Streams::see(int32_t index) {
+  const ggml_tensor& node = *graph_.node(index);
   for (int i = 0; i < GGML_MAX_SRC; ++i) {
     const ggml_tensor* weight = node.src[i];
     if (weight == nullptr || !is_leaf(*weight)) continue;
     const auto name = weight_name(weight->name);
     if (const int32_t block = block_of_weight(name); block >= 0) {
-      if (block < n_layer_ && nearest_[block] == nullptr) see_block(block, data_source(node, i));
+      if (block >= n_layer_) continue;
+      const ggml_tensor* read = data_source(node, i);
+      if (first_weights_[block] == nullptr && read != nullptr) first_weights_[block] = weight;
+      if (first_weights_[block] == weight && read != nullptr) starts_.push_back({block, index, read});
     } else if (name == "output_norm.weight" || name == "output_norm.bias") {
       see_output_norm(node, data_source(node, i));
     }
@@ -112,15 +127,34 @@ void Streams::see(const ggml_tensor& node) {
   }
 }
 
-void Streams::see_block(int32_t block, const ggml_tensor* read) {
-  const ggml_tensor* hooked = graph_.hooked_input(block);
-  for (const auto* node = read; node != nullptr; node = behind(*node)) {
+void Streams::see_names() {
+  starts_.clear();
+  std::vector<bool> started(static_cast<size_t>(n_layer_), false);
+  for (int32_t i = 0; i < graph_.size(); ++i) {
+    const ggml_tensor& node = *graph_.node(i);
+    const int32_t block = block_of_node(node.name);
+    if (block < 0 || block >= n_layer_ || started[block]) continue;
+    started[block] = true;
+    starts_.push_back({block, i, node.src[0]});
+  }
+}
+
+void Streams::see_block(const BlockStart& start, int32_t previous) {
+  const auto computed_since = [&](const ggml_tensor* node) {
+    for (int32_t i = start.node - 1; i > previous; --i) {
+      if (graph_.node(i) == node) return true;
+    }
+    return previous < 0;
+  };
+  const ggml_tensor* hooked = graph_.hooked_input(start.block);
+  for (const auto* node = start.read; node != nullptr; node = behind(*node)) {
     node = graph_.original(node);
     if (!is_stream(*node)) continue;
-    if (nearest_[block] == nullptr) nearest_[block] = node;
+    if (nearest_[start.block] == nullptr) nearest_[start.block] = node;
     // Where the residual add takes what the norm gives, one node alone reads the stream; the engine's own
     // hook tells that it is one.
-    if (graph_.readers(node) >= 2 || node == hooked) found_[block] = node;
+    const bool read_twice = graph_.readers(node) >= 2 || node == hooked;
+    if (read_twice && computed_since(node)) found_[start.block] = node;
   }
 }
 
@@ -136,22 +170,14 @@ void Streams::see_output_norm(const ggml_tensor& norm, const ggml_tensor* read) 
   }
 }
 
-void Streams::see_blocks_by_name() {
-  for (int32_t i = 0; i < graph_.size(); ++i) {
-    const auto& node = *graph_.node(i);
-    const int32_t block = block_of_node(node.name);
-    if (block < 0 || block >= n_layer_ || nearest_[block] != nullptr || is_leaf(node)) continue;
-    see_block(block, node.src[0]);
-  }
-}
-
 bool Streams::is_stream(const ggml_tensor& node) const {
   return node.type == GGML_TYPE_F32 && node.ne[0] == n_embd_ && node.ne[2] == 1 && node.ne[3] == 1;
 }
 
 std::shared_ptr<const LayerMap> LayerMap::resolve(const std::shared_ptr<Model>& model) {
-  constexpr uint32_t kTokens = 8;
-  constexpr uint32_t kOutputs = 3;
+  // Numbers that nothing else in a graph is likely to have.
+  constexpr uint32_t kTokens = 11;
+  constexpr uint32_t kOutputs = 5;
   ContextOptions options;
   options.n_ctx = 256;
   options.n_batch = kTokens;

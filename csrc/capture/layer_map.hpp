@@ -20,9 +20,11 @@ struct LayerSource {
   bool cropped = false;
 };
 
-/// The residual stream in a graph, found by what reads it and not by its name: the input of block i is among
-/// what the first node of block i reads, that itself or what lies before norms without weights and reshapes;
-/// of these, the furthest that the residual add reads too. H_n is found the same way from the output norm.
+/// The residual stream in a graph, found by what reads it and not by its name. The first nodes of block i are
+/// those that use the weight of it that comes first. H_i is what they read or what lies before that behind
+/// norms without weights and reshapes; of these, the furthest that the residual add reads too and that block
+/// i-1 had a part in. H_n is what the output norm reads. A model that runs through the same blocks several
+/// times has a slot for each run.
 class Streams {
  public:
   Streams(const Graph& graph, int32_t n_layer, int32_t n_embd);
@@ -33,16 +35,25 @@ class Streams {
   const ggml_tensor* nearest(int32_t slot) const { return nearest_[slot]; }
 
  private:
-  void see(const ggml_tensor& node);
-  void see_block(int32_t block, const ggml_tensor* read);
+  /// A node that reads the first weight of a block.
+  struct BlockStart {
+    int32_t block;
+    int32_t node;
+    const ggml_tensor* read;
+  };
+
+  void see(int32_t index);
   void see_output_norm(const ggml_tensor& norm, const ggml_tensor* read);
-  /// The blocks that use the weights of others.
-  void see_blocks_by_name();
+  /// The starts of blocks by the names of their nodes.
+  void see_names();
+  void see_block(const BlockStart& start, int32_t previous);
   bool is_stream(const ggml_tensor& node) const;
 
   const Graph& graph_;
   int32_t n_layer_;
   int64_t n_embd_;
+  std::vector<const ggml_tensor*> first_weights_;
+  std::vector<BlockStart> starts_;
   std::vector<const ggml_tensor*> found_;
   std::vector<const ggml_tensor*> nearest_;
 };
