@@ -78,6 +78,7 @@ void register_model(py::module_& module) {
       .def_property_readonly("size_bytes", &Model::size_bytes)
       .def_property_readonly("is_recurrent", &Model::is_recurrent)
       .def_property_readonly("is_hybrid", &Model::is_hybrid)
+      .def_property_readonly("batches_sequences", &Model::batches_sequences)
       .def_property_readonly("device_names", &Model::device_names)
       .def_property_readonly("n_vocab", [](const Model& model) { return model.vocab().size(); })
       .def_property_readonly("adds_bos", [](const Model& model) { return model.vocab().adds_bos(); })

@@ -80,10 +80,11 @@ std::string node_name(const ggml_tensor& node) {
 
 }  // namespace
 
-Streams::Streams(const Graph& graph, int32_t n_layer, int32_t n_embd)
+Streams::Streams(const Graph& graph, int32_t n_layer, int32_t n_embd, const std::vector<LayerSource>* known)
     : graph_(graph),
       n_layer_(n_layer),
       n_embd_(n_embd),
+      known_(known),
       first_weights_(static_cast<size_t>(n_layer), nullptr),
       found_(static_cast<size_t>(n_layer) + 2, nullptr),
       nearest_(found_.size(), nullptr) {
@@ -149,7 +150,7 @@ void Streams::see_block(const BlockStart& start, int32_t previous) {
   const ggml_tensor* hooked = graph_.hooked_input(start.block);
   for (const auto* node = start.read; node != nullptr; node = behind(*node)) {
     node = graph_.original(node);
-    if (!is_stream(*node)) continue;
+    if (!is_stream(start.block, *node)) continue;
     if (nearest_[start.block] == nullptr) nearest_[start.block] = node;
     // Where the residual add takes what the norm gives, one node alone reads the stream; the engine's own
     // hook tells that it is one.
@@ -164,14 +165,19 @@ void Streams::see_output_norm(const ggml_tensor& norm, const ggml_tensor* read) 
   // After the last block the norm alone reads the stream.
   for (const auto* node = read; node != nullptr; node = behind(*node)) {
     node = graph_.original(node);
-    if (!is_stream(*node)) continue;
+    if (!is_stream(n_layer_, *node)) continue;
     if (nearest_[n_layer_] == nullptr) nearest_[n_layer_] = node;
     found_[n_layer_] = node;
   }
 }
 
-bool Streams::is_stream(const ggml_tensor& node) const {
-  return node.type == GGML_TYPE_F32 && node.ne[0] == n_embd_ && node.ne[2] == 1 && node.ne[3] == 1;
+bool Streams::is_stream(int32_t slot, const ggml_tensor& node) const {
+  // Embeddings in the place of tokens enter by another node.
+  if (known_ != nullptr && slot > 0 && (*known_)[slot].node != node_name(node)) return false;
+  // A part of something is one of several streams (gemma3n).
+  const bool is_part = node.op == GGML_OP_VIEW && ggml_nelements(&node) != ggml_nelements(node.src[0]);
+  return node.type == GGML_TYPE_F32 && node.ne[0] == n_embd_ && node.ne[2] == 1 && node.ne[3] == 1 &&
+         !is_part;
 }
 
 std::shared_ptr<const LayerMap> LayerMap::resolve(const std::shared_ptr<Model>& model) {
@@ -185,7 +191,7 @@ std::shared_ptr<const LayerMap> LayerMap::resolve(const std::shared_ptr<Model>& 
   Context context(model, options);
   const Graph graph = context.reserve_graph(kTokens, kOutputs);
   const int32_t n_layer = model->n_layer();
-  const Streams streams(graph, n_layer, model->n_embd());
+  const Streams streams(graph, n_layer, model->n_embd(), nullptr);
 
   std::vector<LayerSource> sources;
   for (int32_t slot = 0; slot < n_layer + 2; ++slot) {

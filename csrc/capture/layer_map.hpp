@@ -27,7 +27,9 @@ struct LayerSource {
 /// times has a slot for each run.
 class Streams {
  public:
-  Streams(const Graph& graph, int32_t n_layer, int32_t n_embd);
+  /// `known` are the sources found in a graph of several tokens: a batch of one has tensors that look like
+  /// streams and are none. Null when they are not known yet.
+  Streams(const Graph& graph, int32_t n_layer, int32_t n_embd, const std::vector<LayerSource>* known);
 
   /// H_0..H_n, then norm(H_n); null where there is no single stream.
   const std::vector<const ggml_tensor*>& by_slot() const { return found_; }
@@ -47,11 +49,12 @@ class Streams {
   /// The starts of blocks by the names of their nodes.
   void see_names();
   void see_block(const BlockStart& start, int32_t previous);
-  bool is_stream(const ggml_tensor& node) const;
+  bool is_stream(int32_t slot, const ggml_tensor& node) const;
 
   const Graph& graph_;
   int32_t n_layer_;
   int64_t n_embd_;
+  const std::vector<LayerSource>* known_;
   std::vector<const ggml_tensor*> first_weights_;
   std::vector<BlockStart> starts_;
   std::vector<const ggml_tensor*> found_;

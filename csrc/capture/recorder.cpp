@@ -73,7 +73,7 @@ void Recorder::begin(const Piece& piece) {
 
 void Recorder::begin_graph(const Graph& graph) {
   wanted_.clear();
-  const Streams streams(graph, map_->n_layer(), map_->n_embd());
+  const Streams streams(graph, map_->n_layer(), map_->n_embd(), &map_->sources());
   for (int32_t slot = 0; slot <= map_->norm_slot(); ++slot) {
     const ggml_tensor* stream = streams.by_slot()[slot];
     if (columns_[slot].empty() || stream == nullptr) continue;

@@ -125,8 +125,9 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
     throw Unsupported("taking tokens back (n_rs_seq) gives wrong states on " + model_->arch() +
                       "; save and restore sequences instead");
   }
-  if (model_->arch() == "plamo2" && options.n_seq_max > 1 && !options.kv_unified) {
-    throw Unsupported("the engine's plamo2 aborts with several sequences unless kv_unified is on");
+  if (options.n_seq_max > 1 && !model_->batches_sequences()) {
+    throw Unsupported("the engine computes " + model_->arch() +
+                      " wrongly with several sequences in a context; use contexts of n_seq_max=1");
   }
   // Recurrent layers are computed in equal shares of a ubatch; some graphs abort when they do not come out.
   if (recurrent) {

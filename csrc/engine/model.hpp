@@ -62,6 +62,8 @@ class Model {
   bool has_experts() const { return has_experts_; }
   bool is_recurrent() const;
   bool is_hybrid() const;
+  /// Whether the engine computes several sequences of a context rightly: its plamo2 mixes them up, or aborts.
+  bool batches_sequences() const { return arch() != "plamo2"; }
   /// Positions are below this: the rows of a learned position embedding, else what 32 bits hold.
   int32_t position_limit() const;
   /// Positions per embedding: 4 with M-RoPE, else 1.

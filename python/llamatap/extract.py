@@ -300,7 +300,7 @@ class Extractor:
         recurrent = native.is_recurrent or native.is_hybrid
         most = _MOST_RECURRENT_SEQUENCES if recurrent else _MOST_SEQUENCES
         options = self._options.copy()
-        if not options.get("kv_unified", True):
+        if not options.get("kv_unified", True) or not native.batches_sequences:
             most = 1
         n_seq = 1
         while n_seq < min(len(lengths), most):

@@ -340,15 +340,15 @@ import os, signal, threading, time
 import numpy as np
 import llamatap as lt
 model = lt.Model({str(smollm2_path)!r})
-context = model.context(n_ctx=4096)
+context = model.context(n_ctx=8192)
 sent = []
 def interrupt():
-    time.sleep(1.0)
+    time.sleep(0.3)
     sent.append(time.perf_counter())
     os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=interrupt).start()
 try:
-    lt.extract(context, [5] * 4000, [-2])
+    lt.extract(context, [5] * 8000, [-2])
     raise SystemExit("it was not interrupted")
 except KeyboardInterrupt:
     late = time.perf_counter() - sent[0]

@@ -1,0 +1,239 @@
+"""What is checked of every architecture, on the tiny random models that the engine's own program writes.
+
+None of the checks knows how a layer is found: they look at states, weights and logits from outside.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from conftest import EXACT
+from numpy.typing import NDArray
+
+import llamatap as lt
+
+Array = NDArray[np.float64]
+
+#: Bound on the distance from one way to another, relative to the largest value.
+BOUND = 1e-4
+LENGTHS = (7, 33, 20)
+NON_CAUSAL = {"dream", "llada", "llada-moe", "rnd1"}
+#: Blocks that run several times have no weights of their own to change.
+SHARED_BLOCKS = {"hrm_text"}
+
+
+@dataclass
+class Findings:
+    """What one model was found to do."""
+
+    arch: str
+    nodes: list[str]  # that give H_0..H_n and norm(H_n)
+    cropped: list[bool]  # which of them the engine crops to the outputs
+    first: str  # what H_0 is
+    residual: bool  # H_{i+1} = H_i + what block i adds: equal when its weights are zero
+    norm: str
+    head: str
+
+
+def distance(found: NDArray[np.generic], expected: NDArray[np.generic]) -> float:
+    a, b = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    assert a.shape == b.shape
+    return float(np.abs(a - b).max() / np.abs(b).max())
+
+
+def tokens_for(model: lt.Model, count: int) -> list[int]:
+    return np.random.default_rng(0).integers(0, model.n_vocab, count).tolist()
+
+
+def all_layers(model: lt.Model) -> list[lt.LayerId]:
+    return [*range(model.n_layer + 1), "norm"]
+
+
+class Weights:
+    """The float32 tensors of a GGUF file by name."""
+
+    def __init__(self, path: Path, mode: Any = "r") -> None:
+        self.reader = gguf.GGUFReader(path, mode)
+        self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
+
+    def get(self, name: str) -> Array | None:
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            return None
+        return np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float64)
+
+    def change_block(self, block: int, change: Callable[[NDArray[Any]], NDArray[Any]]) -> None:
+        for name, tensor in self.tensors.items():
+            if name.startswith(f"blk.{block}."):
+                if tensor.tensor_type == gguf.GGMLQuantizationType.F32:
+                    tensor.data[:] = change(tensor.data)
+                else:
+                    values = change(gguf.dequantize(tensor.data, tensor.tensor_type))
+                    tensor.data[:] = gguf.quantize(values, tensor.tensor_type)
+        self.reader.data.flush()
+
+
+def check_every_way(model: lt.Model, whole: NDArray[Any], tokens: list[int]) -> None:
+    """In one piece and in pieces, alone and batched, extracted and tapped: the same rows."""
+    layers = all_layers(model)
+    assert np.isfinite(whole).all()
+    prompts = [tokens[:length] for length in LENGTHS]
+    causal = model.arch not in NON_CAUSAL
+    if causal:
+        expected = [whole[:length] for length in LENGTHS]
+        for n_ubatch in (16, 1):
+            with lt.Extractor(model, n_ubatch=n_ubatch, **EXACT) as extractor:
+                found = extractor(tokens, layers).array
+                assert distance(found, whole) < BOUND, f"in chunks of {n_ubatch}"
+    else:
+        with lt.Extractor(model, **EXACT) as extractor:
+            expected = [extractor(prompt, layers).array for prompt in prompts]
+    with lt.Extractor(model, **EXACT) as extractor:
+        for states, rows in zip(extractor(prompts, layers), expected, strict=True):
+            assert distance(states.array, rows) < BOUND, "in a batch"
+    if not model.native.batches_sequences:
+        return
+    for unified in (True, False):
+        # LongRoPE computes otherwise where a sequence has room for more than the original context.
+        n_ctx = 256 if unified else 768
+        context = model.context(n_ctx=n_ctx, n_seq_max=3, kv_unified=unified, **EXACT)
+        batch = lt.Batch()
+        rows_of: list[list[int]] = [[], [], []]
+        for position in range(max(LENGTHS)):
+            for seq, prompt in enumerate(prompts):
+                if position < len(prompt):
+                    rows_of[seq].append(len(batch))
+                    batch.add(prompt[position], position, seq, output=position == len(prompt) - 1)
+        with context, context.tap(layers, rows="all") as tap:
+            context.decode(batch)
+            for seq, rows in enumerate(expected):
+                found = tap.states.array[rows_of[seq]]
+                assert distance(found, rows) < BOUND, f"tapped in a batch, kv_unified={unified}"
+
+
+def check_blocks(path: Path, scratch: Path, whole: NDArray[Any], tokens: list[int]) -> bool:
+    """What a block is changes the states behind it and none before. Returns whether all blocks are residual."""
+    n_layer = whole.shape[1] - 2
+    residual = True
+    for block in range(n_layer):
+        for zero in (False, True):
+            shutil.copy(path, scratch)
+            Weights(scratch, "r+").change_block(block, lambda w, zero=zero: w * (0 if zero else 1.25))
+            with lt.Model(scratch) as model, lt.Extractor(model, **EXACT) as extractor:
+                changed = extractor(tokens, all_layers(model)).array
+            before = slice(0, block + 1)
+            assert np.array_equal(changed[:, before], whole[:, before]), (
+                f"block {block} changed states before it"
+            )
+            assert not np.allclose(changed[:, block + 1], whole[:, block + 1], rtol=1e-3), (
+                f"block {block} did not change H_{block + 1}"
+            )
+            if zero:
+                residual = residual and np.array_equal(changed[:, block + 1], changed[:, block])
+    return residual
+
+
+def rms_norm(x: Array, eps: float) -> Array:
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps)
+
+
+def layer_norm(x: Array, eps: float) -> Array:
+    x = x - x.mean(axis=-1, keepdims=True)
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps)
+
+
+def _first(candidates: dict[str, Array], found: NDArray[Any], bound: float = 1e-5) -> str | None:
+    for name, values in candidates.items():
+        if values.shape == found.shape and distance(found, values) < bound:
+            return name
+    return None
+
+
+def what_enters(model: lt.Model, weights: Weights, first: NDArray[Any], tokens: list[int]) -> str:
+    """H_0 from NumPy."""
+    rows = model.token_embeddings(tokens).astype(np.float64)
+    candidates = {"embedding": rows}
+    scale = float((first * rows).sum() / (rows * rows).sum())
+    candidates["embedding, scaled"] = rows * scale
+    positions = weights.get("position_embd.weight")
+    if positions is not None:
+        candidates["embedding + position"] = rows + positions[: len(tokens)]
+    gain, shift = weights.get("token_embd_norm.weight"), weights.get("token_embd_norm.bias")
+    for name, normed in norms_of(model, rows, gain, shift).items():
+        candidates[f"{name} of the embedding"] = normed
+    start = weights.get("hrm.z_l_init")
+    if start is not None:
+        factor = float(((first - start) * rows).sum() / (rows * rows).sum())
+        candidates["embedding, scaled, + initial low state"] = rows * factor + start
+    return _first(candidates, first) or "?"
+
+
+def norms_of(model: lt.Model, x: Array, gain: Array | None, shift: Array | None) -> dict[str, Array]:
+    """Both kinds of norm of `x`, with the eps that the file gives each of them."""
+    result = {}
+    for name, norm, key in (
+        ("RMS norm", rms_norm, "layer_norm_rms_epsilon"),
+        ("layer norm", layer_norm, "layer_norm_epsilon"),
+    ):
+        eps = float(str(model.metadata.get(f"{model.arch}.attention.{key}", 0.0)))
+        result[name] = norm(x, eps) * (1.0 if gain is None else gain) + (0.0 if shift is None else shift)
+    return result
+
+
+def what_leaves(
+    model: lt.Model, weights: Weights, whole: NDArray[Any], logits: NDArray[Any]
+) -> tuple[str, str]:
+    """norm(H_n) from H_n, and the logits from that, by NumPy and the file's weights."""
+    last, normed = whole[:, -2].astype(np.float64), whole[:, -1].astype(np.float64)
+    gain, shift = weights.get("output_norm.weight"), weights.get("output_norm.bias")
+    if gain is None and model.arch.startswith("lfm2"):
+        gain = weights.get("token_embd_norm.weight")  # that is its output norm
+    norm = _first(norms_of(model, last, gain, shift), normed) or "?"
+
+    matrix = weights.get("output.weight")
+    if matrix is None:
+        matrix = weights.get("token_embd.weight")
+    assert matrix is not None
+    plain = normed @ matrix.T
+    heads = {"matmul": plain}
+    bias = weights.get("output.bias")
+    if bias is not None:
+        heads["matmul + bias"] = plain + bias
+    scale = float((plain * logits).sum() / (plain * plain).sum())
+    heads["matmul, scaled"] = plain * scale
+    cap = model.metadata.get(f"{model.arch}.final_logit_softcapping")
+    if cap is not None:
+        heads["matmul, soft cap"] = np.tanh(plain / float(str(cap))) * float(str(cap))
+    return norm, _first(heads, logits) or "?"
+
+
+def findings(path: Path, scratch: Path) -> Findings:
+    """All checks of one file. Raises AssertionError, or UnsupportedError for a model without one stream."""
+    with lt.Model(path) as model:
+        layers = all_layers(model)
+        nodes = model.layer_map.nodes
+        tokens = tokens_for(model, 40)
+        with lt.Extractor(model, **EXACT) as extractor:
+            whole = extractor(tokens, layers).array
+        check_every_way(model, whole, tokens)
+        with model.context(n_ctx=256, **EXACT) as context, context.tap(layers) as tap:
+            batch = lt.Batch()
+            for position, token in enumerate(tokens):
+                batch.add(token, position, output=True)
+            context.decode(batch)
+            assert distance(tap.states.array, whole) < BOUND, "tapped with all logits"
+            logits = np.stack([context.logits(row) for row in range(len(tokens))])
+        weights = Weights(path)
+        first = what_enters(model, weights, whole[:, 0], tokens)
+        norm, head = what_leaves(model, weights, whole, logits)
+        arch = model.arch
+    residual = arch not in SHARED_BLOCKS and check_blocks(path, scratch, whole, tokens)
+    return Findings(
+        arch, [name for name, _ in nodes], [cropped for _, cropped in nodes], first, residual, norm, head
+    )
