@@ -20,7 +20,7 @@ export LLAMATAP_CACHE ?= $(abspath $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamat
 export CCACHE_BASEDIR ?= /
 export CCACHE_NOHASHDIR ?= true
 
-.PHONY: demo test lint format stubs bench dev package golden neighbours debug sanitize clean
+.PHONY: demo test architectures lint format stubs bench dev package golden neighbours debug sanitize clean
 
 # Debian keeps venv and the headers in packages of their own.
 define HAVE_PYTHON
@@ -54,8 +54,20 @@ $(VENV)/.installed: $(VENV)/.tools $(SOURCES)
 demo: $(VENV)/.installed
 	$(BIN)/llamatap demo
 
-test: $(VENV)/.installed
+# The engine's own writer of tiny models of every architecture.
+ARCHS := build/archs/test-llama-archs
+$(ARCHS): $(VENV)/.installed tests/archs/CMakeLists.txt tests/archs/load_backend.cpp
+	$(BIN)/python vendor/fetch.py --set peers
+	$(BIN)/cmake -S tests/archs -B build/archs -G Ninja -DCMAKE_MAKE_PROGRAM="$(abspath $(BIN)/ninja)" \
+	  -DENGINE_LIBRARIES="$$($(BIN)/python -c 'from llamatap._native import _core; print(_core.__file__.rpartition("/")[0] + "/lib")')"
+	$(BIN)/cmake --build build/archs
+	touch $@
+
+test: $(VENV)/.installed $(ARCHS)
 	$(BIN)/python -m pytest
+
+architectures: $(ARCHS)
+	$(BIN)/python tools/architectures.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -104,13 +116,13 @@ neighbours: | python
 	.venv-neighbours/bin/python -m pip install llama-cpp-python
 	.venv-neighbours/bin/python -m pytest tests/neighbours
 
-debug: | python
+debug: $(ARCHS) | python
 	$(call TEST_VENV,.venv-debug)
 	.venv-debug/bin/python -m pip install --no-build-isolation ".[demo]" -C cmake.build-type=Debug
 	.venv-debug/bin/python -m pytest
 
 # Python itself is not instrumented: the runtime is preloaded, and what CPython leaves at exit is not ours.
-sanitize: | python
+sanitize: $(ARCHS) | python
 	$(call TEST_VENV,.venv-sanitize)
 	.venv-sanitize/bin/python -m pip install --no-build-isolation ".[demo]" \
 	  -C cmake.build-type=RelWithDebInfo -C cmake.define.LLAMATAP_SANITIZE=address,undefined \

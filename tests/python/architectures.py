@@ -6,8 +6,11 @@ None of the checks knows how a layer is found: they look at states, weights and 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +23,18 @@ import llamatap as lt
 
 Array = NDArray[np.float64]
 
+ROOT = Path(__file__).resolve().parents[2]
+WRITER = ROOT / "build" / "archs" / "test-llama-archs"  # built by `make test`
+SNAPSHOT = ROOT / "tests" / "data" / "architectures.json"
+
 #: Bound on the distance from one way to another, relative to the largest value.
 BOUND = 1e-4
 LENGTHS = (7, 33, 20)
 NON_CAUSAL = {"dream", "llada", "llada-moe", "rnd1"}
 #: Blocks that run several times have no weights of their own to change.
 SHARED_BLOCKS = {"hrm_text"}
+#: What something is divided by.
+DIVISORS = (".act.scales", ".ffn_gate_inp_shexp.weight")
 
 
 @dataclass
@@ -48,7 +57,7 @@ def distance(found: NDArray[np.generic], expected: NDArray[np.generic]) -> float
 
 
 def tokens_for(model: lt.Model, count: int) -> list[int]:
-    return np.random.default_rng(0).integers(0, model.n_vocab, count).tolist()
+    return [int(token) for token in np.random.default_rng(0).integers(0, model.n_vocab, count)]
 
 
 def all_layers(model: lt.Model) -> list[lt.LayerId]:
@@ -68,14 +77,12 @@ class Weights:
             return None
         return np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float64)
 
-    def change_block(self, block: int, change: Callable[[NDArray[Any]], NDArray[Any]]) -> None:
+    def scale_block(self, block: int, factor: float) -> None:
         for name, tensor in self.tensors.items():
-            if name.startswith(f"blk.{block}."):
-                if tensor.tensor_type == gguf.GGMLQuantizationType.F32:
-                    tensor.data[:] = change(tensor.data)
-                else:
-                    values = change(gguf.dequantize(tensor.data, tensor.tensor_type))
-                    tensor.data[:] = gguf.quantize(values, tensor.tensor_type)
+            if not name.startswith(f"blk.{block}.") or (factor == 0 and name.endswith(DIVISORS)):
+                continue
+            assert tensor.tensor_type == gguf.GGMLQuantizationType.F32, name
+            tensor.data[:] *= np.float32(factor)
         self.reader.data.flush()
 
 
@@ -118,13 +125,13 @@ def check_every_way(model: lt.Model, whole: NDArray[Any], tokens: list[int]) -> 
 
 
 def check_blocks(path: Path, scratch: Path, whole: NDArray[Any], tokens: list[int]) -> bool:
-    """What a block is changes the states behind it and none before. Returns whether all blocks are residual."""
+    """A block changes the states behind it and none before. Returns whether an empty one adds nothing."""
     n_layer = whole.shape[1] - 2
     residual = True
     for block in range(n_layer):
-        for zero in (False, True):
+        for factor in (1.25, 0.0):
             shutil.copy(path, scratch)
-            Weights(scratch, "r+").change_block(block, lambda w, zero=zero: w * (0 if zero else 1.25))
+            Weights(scratch, "r+").scale_block(block, factor)
             with lt.Model(scratch) as model, lt.Extractor(model, **EXACT) as extractor:
                 changed = extractor(tokens, all_layers(model)).array
             before = slice(0, block + 1)
@@ -134,18 +141,18 @@ def check_blocks(path: Path, scratch: Path, whole: NDArray[Any], tokens: list[in
             assert not np.allclose(changed[:, block + 1], whole[:, block + 1], rtol=1e-3), (
                 f"block {block} did not change H_{block + 1}"
             )
-            if zero:
+            if factor == 0:
                 residual = residual and np.array_equal(changed[:, block + 1], changed[:, block])
     return residual
 
 
 def rms_norm(x: Array, eps: float) -> Array:
-    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps)
+    result: Array = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps)
+    return result
 
 
 def layer_norm(x: Array, eps: float) -> Array:
-    x = x - x.mean(axis=-1, keepdims=True)
-    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps)
+    return rms_norm(x - x.mean(axis=-1, keepdims=True), eps)
 
 
 def _first(candidates: dict[str, Array], found: NDArray[Any], bound: float = 1e-5) -> str | None:
@@ -237,3 +244,20 @@ def findings(path: Path, scratch: Path) -> Findings:
     return Findings(
         arch, [name for name, _ in nodes], [cropped for _, cropped in nodes], first, residual, norm, head
     )
+
+
+@contextmanager
+def written_models() -> Iterator[Path]:
+    """A folder of the engine's tiny models, for as long as it is needed: they take 0.9 GB."""
+    with tempfile.TemporaryDirectory(prefix="llamatap-archs-") as folder:
+        command = [str(WRITER), "-o", folder, "-s", "1"]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+        yield Path(folder)
+
+
+def entry(path: Path, scratch: Path) -> dict[str, Any]:
+    """What the snapshot holds of one file."""
+    try:
+        return asdict(findings(path, scratch))
+    except lt.UnsupportedError as error:
+        return {"unsupported": str(error)}
