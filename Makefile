@@ -67,7 +67,7 @@ test: $(VENV)/.installed $(ARCHS)
 	$(BIN)/python -m pytest
 
 architectures: $(ARCHS)
-	$(BIN)/python tools/architectures.py
+	$(BIN)/python tools/architecture_table.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

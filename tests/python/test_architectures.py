@@ -46,5 +46,5 @@ def test_the_snapshot_leaves_nothing_open() -> None:
 
 
 def test_the_table_is_of_the_snapshot() -> None:
-    tool = architectures.ROOT / "tools" / "architectures.py"
+    tool = architectures.ROOT / "tools" / "architecture_table.py"
     subprocess.run([sys.executable, tool, "--check"], check=True)

@@ -1,7 +1,7 @@
 """The snapshot of every architecture (tests/data) and the table made of it (docs/architectures.md).
 
-python tools/architectures.py            runs all checks anew, writes both
-python tools/architectures.py --check    fails when the table is not of the snapshot
+python tools/architecture_table.py            runs all checks anew, writes both
+python tools/architecture_table.py --check    fails when the table is not of the snapshot
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ Made by `make architectures`, which runs the checks of tests/python/architecture
 that the engine's own `test-llama-archs` writes, one or two for each architecture. `make test` runs them again
 and fails when anything in this table is no longer so.
 
-`ok` says that all layers and norm(`H_n`) were the same in one piece and in chunks of 16 and of 1 token, alone
-and in a ragged batch, extracted and tapped, with unified and with separate memory; that other weights in block
-i change `H_{i+1}` and, to the bit, none of `H_0`..`H_i`; and that NumPy gives `H_0` from the file's embeddings,
-norm(`H_n`) from `H_n`, and the logits from norm(`H_n`). *Nodes* are the engine's own names for `H_0`, `H_1` and
-`H_n`, by operation where they have none. *Empty block* tells whether a block whose weights are all zero hands
-its input on unchanged, to the bit: the state is then the residual stream itself, neither normed nor scaled.
+`ok` says that all layers and norm(`H_n`) were the same in one piece and in chunks of 16 and of 1 token,
+alone and in a ragged batch, extracted and tapped, with unified and with separate memory; that other
+weights in block i change `H_{i+1}` and, to the bit, none of `H_0`..`H_i`; and that NumPy gives `H_0`
+from the file's embeddings, norm(`H_n`) from `H_n`, and the logits from norm(`H_n`). *Nodes* are the
+engine's own names for `H_0`, `H_1` and `H_n`, by operation where they have none. *Empty block* tells
+whether a block whose weights are all zero hands its input on unchanged, to the bit: the state is then
+the residual stream itself, neither normed nor scaled.
 
 | arch | ok | nodes | `H_0` | empty block | final norm | head | remark |
 | --- | --- | --- | --- | --- | --- | --- | --- |
