@@ -108,12 +108,13 @@ golden: $(VENV)/.installed
 TEST_VENV = $(PYTHON) -m venv $(1) && $(1)/bin/python -m pip install --quiet "pip>=25.1" && \
 	$(1)/bin/python -m pip install --quiet --group build --group test
 
-# PyTorch and another package's llama.cpp in one process with ours.
+# PyTorch and another package's llama.cpp in one process with ours. Without GGML_NATIVE=OFF that one dies by
+# itself on CPUs with AMX (llama.cpp#26954).
 neighbours: | python
 	$(call TEST_VENV,.venv-neighbours)
 	.venv-neighbours/bin/python -m pip install --no-build-isolation .
 	.venv-neighbours/bin/python -m pip install $(TORCH)
-	.venv-neighbours/bin/python -m pip install llama-cpp-python
+	CMAKE_ARGS="$(CMAKE_ARGS) -DGGML_NATIVE=OFF" .venv-neighbours/bin/python -m pip install --no-cache-dir llama-cpp-python
 	.venv-neighbours/bin/python -m pytest tests/neighbours
 
 debug: $(ARCHS) | python

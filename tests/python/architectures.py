@@ -16,7 +16,7 @@ from typing import Any
 
 import gguf
 import numpy as np
-from conftest import EXACT
+from conftest import EXACT as EXACT_ANYWHERE
 from numpy.typing import NDArray
 
 import llamatap as lt
@@ -27,14 +27,17 @@ ROOT = Path(__file__).resolve().parents[2]
 WRITER = ROOT / "build" / "archs" / "test-llama-archs"  # built by `make test`
 SNAPSHOT = ROOT / "tests" / "data" / "architectures.json"
 
+#: These models are too small for threads.
+EXACT = {**EXACT_ANYWHERE, "n_threads": 1}
 #: Bound on the distance from one way to another, relative to the largest value.
 BOUND = 1e-4
 LENGTHS = (7, 33, 20)
 NON_CAUSAL = {"dream", "llada", "llada-moe", "rnd1"}
 #: Blocks that run several times have no weights of their own to change.
 SHARED_BLOCKS = {"hrm_text"}
-#: What something is divided by.
-DIVISORS = (".act.scales", ".ffn_gate_inp_shexp.weight")
+#: What an empty block keeps, because something is divided by it or by what comes of it.
+DIVISORS = (".act.scales",)
+GATE = ".ffn_gate_inp_shexp.weight"
 
 
 @dataclass
@@ -78,8 +81,11 @@ class Weights:
         return np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float64)
 
     def scale_block(self, block: int, factor: float) -> None:
+        kept: tuple[str, ...] = DIVISORS
+        if any(name.endswith(GATE) for name in self.tensors):
+            kept += (GATE, "_norm.weight")
         for name, tensor in self.tensors.items():
-            if not name.startswith(f"blk.{block}.") or (factor == 0 and name.endswith(DIVISORS)):
+            if not name.startswith(f"blk.{block}.") or (factor == 0 and name.endswith(kept)):
                 continue
             assert tensor.tensor_type == gguf.GGMLQuantizationType.F32, name
             tensor.data[:] *= np.float32(factor)
@@ -188,7 +194,7 @@ def norms_of(model: lt.Model, x: Array, gain: Array | None, shift: Array | None)
         ("RMS norm", rms_norm, "layer_norm_rms_epsilon"),
         ("layer norm", layer_norm, "layer_norm_epsilon"),
     ):
-        eps = float(str(model.metadata.get(f"{model.arch}.attention.{key}", 0.0)))
+        eps = float(str(model.metadata.get(f"{model.arch}.attention.{key}", 1e-6)))
         result[name] = norm(x, eps) * (1.0 if gain is None else gain) + (0.0 if shift is None else shift)
     return result
 
@@ -215,7 +221,7 @@ def what_leaves(
     scale = float((plain * logits).sum() / (plain * plain).sum())
     heads["matmul, scaled"] = plain * scale
     cap = model.metadata.get(f"{model.arch}.final_logit_softcapping")
-    if cap is not None:
+    if cap:
         heads["matmul, soft cap"] = np.tanh(plain / float(str(cap))) * float(str(cap))
     return norm, _first(heads, logits) or "?"
 
