@@ -339,6 +339,8 @@ def test_control_c_ends_a_long_extract_and_the_context_works_on(smollm2_path: Pa
 import os, signal, threading, time
 import numpy as np
 import llamatap as lt
+# A shell that runs the tests in the background has it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 model = lt.Model({str(smollm2_path)!r})
 context = model.context(n_ctx=8192)
 sent = []
