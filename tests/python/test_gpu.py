@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import random_tokens, relative
-from test_oracle import shape_of
 from tiny import TinyLlama
 
 import llamatap as lt
-from reference import llama
+from reference import decoder
 
 pytestmark = pytest.mark.skipif(
     not any(device["kind"] == "gpu" for device in lt.build_config()["devices"]),
@@ -35,9 +34,7 @@ def test_states_are_what_the_formulas_say(
     model: lt.Model, tiny: TinyLlama, rng: np.random.Generator, layers: list[lt.LayerId], n_ubatch: int
 ) -> None:
     tokens = random_tokens(rng, model, 70)
-    states, normed, _ = llama.forward(
-        shape_of(tiny), tiny.weights, tiny.weights["token_embd.weight"][tokens].astype(np.float64)
-    )
+    states, normed, _ = decoder.forward(tiny.shape(), tiny.weights, tiny.entering(tokens))
     with lt.Extractor(model, n_ubatch=n_ubatch) as extractor:
         found = extractor(tokens, layers)
     for column, layer in enumerate(layers):
