@@ -51,6 +51,17 @@ def smollm2(smollm2_path: Path) -> Iterator[lt.Model]:
 
 
 @pytest.fixture(scope="session")
+def arch_models() -> Iterator[Path]:
+    """The engine's own tiny random models: <arch>-dense.gguf, <arch>-moe.gguf."""
+    import architectures
+
+    if not architectures.WRITER.exists():
+        pytest.skip("the writer of models is not built; `make test` builds it")
+    with architectures.written_models() as folder:
+        yield folder
+
+
+@pytest.fixture(scope="session")
 def tiny() -> TinyLlama:
     return TinyLlama()
 

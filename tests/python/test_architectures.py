@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import architectures
@@ -16,26 +15,14 @@ import pytest
 
 SNAPSHOT = json.loads(architectures.SNAPSHOT.read_text())
 
-needs_writer = pytest.mark.skipif(
-    not architectures.WRITER.exists(), reason="the writer of models is not built; `make test` builds it"
-)
+
+def test_all_models_are_in_the_snapshot(arch_models: Path) -> None:
+    assert sorted(path.stem for path in arch_models.glob("*.gguf")) == sorted(SNAPSHOT)
 
 
-@pytest.fixture(scope="module")
-def models() -> Iterator[Path]:
-    with architectures.written_models() as folder:
-        yield folder
-
-
-@needs_writer
-def test_all_models_are_in_the_snapshot(models: Path) -> None:
-    assert sorted(path.stem for path in models.glob("*.gguf")) == sorted(SNAPSHOT)
-
-
-@needs_writer
 @pytest.mark.parametrize("name", sorted(SNAPSHOT))
-def test_every_layer_every_way(name: str, models: Path, tmp_path: Path) -> None:
-    assert architectures.entry(models / f"{name}.gguf", tmp_path / "changed.gguf") == SNAPSHOT[name]
+def test_every_layer_every_way(name: str, arch_models: Path, tmp_path: Path) -> None:
+    assert architectures.entry(arch_models / f"{name}.gguf", tmp_path / "changed.gguf") == SNAPSHOT[name]
 
 
 def test_the_snapshot_leaves_nothing_open() -> None:
