@@ -11,7 +11,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := $(shell find csrc cmake python/llamatap vendor -path vendor/llama.cpp -prune -o -type f ! -path '*/__pycache__/*' ! -name '.*' -print) CMakeLists.txt pyproject.toml
 
-# What pip is asked for: TORCH="torch --index-url ..." takes a build without CUDA.
+# What pip is asked for: a version pinned here may be a smaller build, without CUDA.
 TORCH  ?= torch
 
 export LLAMATAP_CACHE ?= $(abspath $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamatap)
