@@ -63,6 +63,10 @@ set(GGML_CCACHE OFF CACHE BOOL "" FORCE)
 # Otherwise the engine would be stamped with the commit of this repository.
 set(GIT_EXE "" CACHE INTERNAL "")
 
+# Assertions that fail while a model is loaded or a graph is built throw (csrc/engine/abort.hpp).
+add_compile_options($<$<COMPILE_LANGUAGE:C>:-fexceptions>)
+# Their messages name the file; not where it lay when this was built.
+add_compile_options("$<$<COMPILE_LANGUAGE:C,CXX>:-fmacro-prefix-map=${LLAMATAP_ENGINE_SOURCE}/=>")
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # Unique symbols are merged over all libraries of a process, another package's llama.cpp included.
   add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fno-gnu-unique>)

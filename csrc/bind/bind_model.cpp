@@ -39,7 +39,7 @@ void register_model(py::module_& module) {
         Metadata metadata;
         {
           const GilReleased released;
-          metadata = read_metadata(path);
+          metadata = GgufFile(path).metadata();
         }
         return to_python(metadata);
       },

@@ -1,10 +1,12 @@
 #include "bind/bind.hpp"
+#include "engine/abort.hpp"
 #include "engine/log.hpp"
 
 PYBIND11_MODULE(_core, module) {
   using namespace llamatap::bind;
   module.doc() = "llamatap's native core. Private: use the llamatap package.";
   llamatap::install_log_sink();
+  llamatap::install_abort_handler();
   llamatap::Activity::owner();
   register_errors(module);
   register_backend(module);

@@ -9,10 +9,10 @@
 #include <set>
 #include <utility>
 
+#include "engine/abort.hpp"
 #include "engine/error.hpp"
 #include "engine/internals.hpp"
 #include "engine/log.hpp"
-#include "engine/use.hpp"
 
 namespace llamatap {
 
@@ -156,12 +156,20 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
 
   threadpool_ = make_threadpool(options.n_threads);
   const LogScope log;
-  context_.reset(llama_init_from_model(model_->handle(), params));
+  guarded("the engine cannot make this context",
+          [&] { context_.reset(llama_init_from_model(model_->handle(), params)); });
   if (!context_) {
     throw Unsupported("the engine cannot make this context: " +
                       (log.text().empty() ? std::string("it gave no reason") : log.text()));
   }
   llama_attach_threadpool(context_.get(), threadpool_.get(), nullptr);
+}
+
+Use Context::in_use() const {
+  if (broken_) {
+    throw EngineFailed("an earlier call failed inside of the engine; close this context and make another");
+  }
+  return Use(mutex_, *model_);
 }
 
 Context::~Context() {
@@ -327,12 +335,12 @@ std::vector<Piece> Context::plan(const Batch& batch, const DecodeObserver* obser
 }
 
 void Context::decode(const Batch& batch, DecodeObserver* observer, const Poll& poll) {
-  const Use use(mutex_, *model_);
+  const Use use = in_use();
   compute(batch, observer, /*memory_is_scratch=*/false, poll);
 }
 
 void Context::decode_scratch(const Batch& batch, DecodeObserver& observer, const Poll& poll) {
-  const Use use(mutex_, *model_);
+  const Use use = in_use();
   for (int32_t seq = 0; has_memory() && seq < static_cast<int32_t>(options_.n_seq_max); ++seq) {
     if (llama_memory_seq_pos_max(llama_get_memory(context_.get()), seq) >= 0) {
       throw InvalidInput(
@@ -343,7 +351,8 @@ void Context::decode_scratch(const Batch& batch, DecodeObserver& observer, const
     Context& context;
     ~Clear() {
       context.logit_rows_.clear();
-      if (context.has_memory()) llama_memory_clear(llama_get_memory(context.context_.get()), /*data=*/false);
+      if (!context.broken_ && context.has_memory())
+        llama_memory_clear(llama_get_memory(context.context_.get()), /*data=*/false);
     }
   };
   const Clear clear{*this};
@@ -386,7 +395,7 @@ void Context::run(const Batch& batch, std::vector<Piece>& pieces, DecodeObserver
   } catch (...) {
     observer_ = nullptr;
     logit_rows_.clear();
-    roll_back(sequences, last);
+    if (!broken_) roll_back(sequences, last);
     throw;
   }
 }
@@ -412,7 +421,13 @@ void Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, Dec
   observer_error_ = nullptr;
   stopped_ = false;
   const LogScope log;
-  const int32_t status = llama_decode(context_.get(), engine_batch.view);
+  int32_t status = 0;
+  try {
+    status = guarded("decode", [&] { return llama_decode(context_.get(), engine_batch.view); });
+  } catch (...) {
+    broken_ = true;
+    throw;
+  }
   // Also brings back errors of asynchronous back ends before anyone reads.
   llama_synchronize(context_.get());
   observer_ = nullptr;
@@ -455,7 +470,7 @@ void Context::keep_logits() {
 }
 
 void Context::copy_logits(int32_t row, float* target) const {
-  const Use use(mutex_, *model_);
+  const Use use = in_use();
   const auto n = static_cast<int32_t>(logit_rows_.size());
   if (n == 0) throw InvalidInput("there are no logits: nothing was decoded yet, or the last decode failed");
   if (row < 0) row += n;
@@ -513,6 +528,7 @@ bool Context::see_node(const ggml_tensor* node, bool ask) {
     ++nodes_seen_;
     const Graph graph(internals::computed_graph(context_.get()));
     if (node == graph.node(0)) {
+      AbortGuard::suspend();
       stopped_ = observer_error_ != nullptr && can_stop();
       if (observer_ != nullptr) observer_->begin_graph(graph);
     }
@@ -528,8 +544,9 @@ bool Context::see_node(const ggml_tensor* node, bool ask) {
 }
 
 Graph Context::reserve_graph(uint32_t n_tokens, uint32_t n_outputs) {
-  const Use use(mutex_, *model_);
-  const auto* result = internals::reserve_graph(context_.get(), n_tokens, n_outputs);
+  const Use use = in_use();
+  const auto* result = guarded("the engine cannot build a graph",
+                               [&] { return internals::reserve_graph(context_.get(), n_tokens, n_outputs); });
   if (result == nullptr) {
     throw EngineFailed("the engine cannot build a graph of " + std::to_string(n_tokens) + " tokens");
   }

@@ -12,6 +12,7 @@
 #include "engine/batch.hpp"
 #include "engine/graph.hpp"
 #include "engine/model.hpp"
+#include "engine/use.hpp"
 #include "engine/worker.hpp"
 
 struct ggml_tensor;
@@ -122,6 +123,8 @@ class Context {
     int32_t index;  // of the entry in the last engine call, or of the row in kept_logits_
   };
 
+  /// Held by every call. Throws EngineFailed when the engine failed half-way before.
+  Use in_use() const;
   void compute(const Batch& batch, DecodeObserver* observer, bool memory_is_scratch, const Poll& poll);
   void validate(const Batch& batch) const;
   std::vector<Piece> plan(const Batch& batch, const DecodeObserver* observer, bool memory_is_scratch) const;
@@ -142,6 +145,7 @@ class Context {
   Threadpool threadpool_;
   std::unique_ptr<llama_context, Free> context_;
   mutable std::mutex mutex_;
+  std::atomic<bool> broken_{false};  // the engine left a decode by an assertion
   DecodeObserver* observer_ = nullptr;
   std::exception_ptr observer_error_;
   bool stopped_ = false;  // nothing more of the current graph is wanted

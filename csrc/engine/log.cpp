@@ -2,9 +2,7 @@
 
 #include <ggml-backend.h>
 #include <llama.h>
-#include <unistd.h>
 
-#include <cstring>
 #include <deque>
 #include <mutex>
 
@@ -59,20 +57,9 @@ struct LogSink {
   } catch (...) {
     // A lost log line must not end the process.
   }
-
-  // The engine calls this just before abort(): the only words that the user will get.
-  static void on_abort(const char* message) noexcept {
-    const char note[] = "\nllamatap: the engine aborted the process; please report this\n";
-    ssize_t written = write(STDERR_FILENO, message, std::strlen(message));
-    written = write(STDERR_FILENO, note, sizeof note - 1);
-    (void)written;
-  }
 };
 
-void install_log_sink() {
-  llama_log_set(&LogSink::on_log, nullptr);
-  ggml_set_abort_callback(&LogSink::on_abort);
-}
+void install_log_sink() { llama_log_set(&LogSink::on_log, nullptr); }
 
 std::vector<LogLine> drain_log() {
   auto& sink = LogSink::instance();

@@ -4,11 +4,11 @@
 
 #include <algorithm>
 
+#include "engine/abort.hpp"
 #include "engine/context.hpp"
 #include "engine/error.hpp"
 #include "engine/internals.hpp"
 #include "engine/log.hpp"
-#include "engine/use.hpp"
 
 namespace llamatap {
 
@@ -45,12 +45,12 @@ bool Context::can_remove_suffix(int32_t seq, int32_t p0) const {
 }
 
 void Context::memory_clear() {
-  const Use use(mutex_, *model_);
+  const Use use = in_use();
   if (has_memory()) llama_memory_clear(llama_get_memory(context_.get()), /*data=*/false);
 }
 
 void Context::memory_remove(int32_t seq, int32_t p0, int32_t p1) {
-  const Use use(mutex_, *model_);
+  const Use use = in_use();
   check_sequence(seq);
   check_range(p0, p1);
   auto* memory = memory_of(context_.get());
@@ -69,7 +69,7 @@ void Context::memory_remove(int32_t seq, int32_t p0, int32_t p1) {
 }
 
 void Context::memory_copy(int32_t from, int32_t to, int32_t p0, int32_t p1) {
-  const Use use(mutex_, *model_);
+  const Use use = in_use();
   check_sequence(from);
   check_sequence(to);
   check_range(p0, p1);
@@ -87,7 +87,7 @@ void Context::memory_copy(int32_t from, int32_t to, int32_t p0, int32_t p1) {
 }
 
 void Context::memory_keep(int32_t seq) {
-  const Use use(mutex_, *model_);
+  const Use use = in_use();
   check_sequence(seq);
   // The engine's own seq_keep leaves the streams of a cache that is not unified alone.
   for (int32_t other = 0; other < static_cast<int32_t>(options_.n_seq_max); ++other) {
@@ -96,7 +96,7 @@ void Context::memory_keep(int32_t seq) {
 }
 
 void Context::memory_shift(int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
-  const Use use(mutex_, *model_);
+  const Use use = in_use();
   check_sequence(seq);
   check_range(p0, p1);
   auto* memory = memory_of(context_.get());
@@ -117,19 +117,19 @@ void Context::memory_shift(int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
 }
 
 int32_t Context::memory_first(int32_t seq) const {
-  const Use use(mutex_, *model_);
+  const Use use = in_use();
   check_sequence(seq);
   return llama_memory_seq_pos_min(memory_of(context_.get()), seq);
 }
 
 int32_t Context::memory_last(int32_t seq) const {
-  const Use use(mutex_, *model_);
+  const Use use = in_use();
   check_sequence(seq);
   return llama_memory_seq_pos_max(memory_of(context_.get()), seq);
 }
 
 std::string Context::save(int32_t seq) const {
-  const Use use(mutex_, *model_);
+  const Use use = in_use();
   check_sequence(seq);
   memory_of(context_.get());
   std::string state(llama_state_seq_get_size(context_.get(), seq), '\0');
@@ -144,18 +144,29 @@ void Context::restore(int32_t seq, const std::string& state) {
   // The engine drops a sequence that it fails to restore; ours comes back.
   const bool held = memory_last(seq) >= 0;
   const std::string before = held ? save(seq) : std::string();
-  const Use use(mutex_, *model_);
+  const Use use = in_use();
   auto* memory = memory_of(context_.get());
+  std::string reason;
   const auto load = [&](const std::string& bytes) {
-    return llama_state_seq_set_data(context_.get(), reinterpret_cast<const uint8_t*>(bytes.data()),
-                                    bytes.size(), seq) == bytes.size();
+    const LogScope log;
+    try {
+      const auto* data = reinterpret_cast<const uint8_t*>(bytes.data());
+      if (guarded("the engine stopped", [&] {
+            return llama_state_seq_set_data(context_.get(), data, bytes.size(), seq) == bytes.size();
+          })) {
+        return true;
+      }
+      reason = log.text();
+    } catch (const EngineFailed& error) {
+      reason = error.what();
+    }
+    return false;
   };
-  const LogScope log;
   if (load(state)) return;
-  const std::string reason = log.text();
+  const std::string why = reason;
   llama_memory_seq_rm(memory, seq, -1, -1);
   if (held && !load(before)) llama_memory_seq_rm(memory, seq, -1, -1);
-  throw InvalidInput("this state does not fit into this context: " + reason);
+  throw InvalidInput("this state does not fit into this context: " + why);
 }
 
 }  // namespace llamatap

@@ -1,14 +1,14 @@
 #include "engine/model.hpp"
 
-#include <ggml.h>
-#include <gguf.h>
 #include <llama.h>
 #include <unistd.h>
 
 #include <array>
 #include <atomic>
 
+#include "engine/abort.hpp"
 #include "engine/error.hpp"
+#include "engine/gguf_file.hpp"
 #include "engine/internals.hpp"
 #include "engine/log.hpp"
 #include "engine/shutdown.hpp"
@@ -17,102 +17,11 @@ namespace llamatap {
 
 namespace {
 
-constexpr size_t kLongestArray = 1024;
-
-template <typename From, typename To>
-std::vector<To> copy_array(const gguf_context* file, int64_t key) {
-  const auto* data = static_cast<const From*>(gguf_get_arr_data(file, key));
-  return std::vector<To>(data, data + gguf_get_arr_n(file, key));
-}
-
-MetadataValue read_array(const gguf_context* file, int64_t key) {
-  switch (gguf_get_arr_type(file, key)) {
-    case GGUF_TYPE_UINT8:
-      return copy_array<uint8_t, uint64_t>(file, key);
-    case GGUF_TYPE_INT8:
-      return copy_array<int8_t, int64_t>(file, key);
-    case GGUF_TYPE_UINT16:
-      return copy_array<uint16_t, uint64_t>(file, key);
-    case GGUF_TYPE_INT16:
-      return copy_array<int16_t, int64_t>(file, key);
-    case GGUF_TYPE_UINT32:
-      return copy_array<uint32_t, uint64_t>(file, key);
-    case GGUF_TYPE_INT32:
-      return copy_array<int32_t, int64_t>(file, key);
-    case GGUF_TYPE_UINT64:
-      return copy_array<uint64_t, uint64_t>(file, key);
-    case GGUF_TYPE_INT64:
-      return copy_array<int64_t, int64_t>(file, key);
-    case GGUF_TYPE_FLOAT32:
-      return copy_array<float, double>(file, key);
-    case GGUF_TYPE_FLOAT64:
-      return copy_array<double, double>(file, key);
-    case GGUF_TYPE_BOOL:
-      return copy_array<int8_t, bool>(file, key);
-    case GGUF_TYPE_STRING: {
-      std::vector<std::string> strings;
-      for (size_t i = 0; i < gguf_get_arr_n(file, key); ++i) {
-        strings.emplace_back(gguf_get_arr_str(file, key, i));
-      }
-      return strings;
-    }
-    default:
-      throw ModelLoadFailed(std::string("metadata key ") + gguf_get_key(file, key) + " has an unknown type");
-  }
-}
-
-MetadataValue read_value(const gguf_context* file, int64_t key) {
-  switch (gguf_get_kv_type(file, key)) {
-    case GGUF_TYPE_UINT8:
-      return uint64_t{gguf_get_val_u8(file, key)};
-    case GGUF_TYPE_INT8:
-      return int64_t{gguf_get_val_i8(file, key)};
-    case GGUF_TYPE_UINT16:
-      return uint64_t{gguf_get_val_u16(file, key)};
-    case GGUF_TYPE_INT16:
-      return int64_t{gguf_get_val_i16(file, key)};
-    case GGUF_TYPE_UINT32:
-      return uint64_t{gguf_get_val_u32(file, key)};
-    case GGUF_TYPE_INT32:
-      return int64_t{gguf_get_val_i32(file, key)};
-    case GGUF_TYPE_UINT64:
-      return gguf_get_val_u64(file, key);
-    case GGUF_TYPE_INT64:
-      return gguf_get_val_i64(file, key);
-    case GGUF_TYPE_FLOAT32:
-      return double{gguf_get_val_f32(file, key)};
-    case GGUF_TYPE_FLOAT64:
-      return gguf_get_val_f64(file, key);
-    case GGUF_TYPE_BOOL:
-      return gguf_get_val_bool(file, key);
-    case GGUF_TYPE_STRING:
-      return std::string(gguf_get_val_str(file, key));
-    case GGUF_TYPE_ARRAY:
-      return read_array(file, key);
-    default:
-      throw ModelLoadFailed(std::string("metadata key ") + gguf_get_key(file, key) + " has an unknown type");
-  }
-}
-
 std::string said(const LogScope& log) {
   return log.text().empty() ? std::string("the engine gave no reason") : log.text();
 }
 
 }  // namespace
-
-Metadata read_metadata(const std::string& path) {
-  const LogScope log;
-  const std::unique_ptr<gguf_context, decltype(&gguf_free)> file(
-      gguf_init_from_file(path.c_str(), {/*no_alloc=*/true, /*ctx=*/nullptr}), &gguf_free);
-  if (!file) throw ModelLoadFailed(path + " is not a readable GGUF file: " + said(log));
-  Metadata metadata;
-  for (int64_t key = 0; key < gguf_get_n_kv(file.get()); ++key) {
-    const bool is_array = gguf_get_kv_type(file.get(), key) == GGUF_TYPE_ARRAY;
-    if (is_array && gguf_get_arr_n(file.get(), key) > kLongestArray) continue;
-    metadata.emplace(gguf_get_key(file.get(), key), read_value(file.get(), key));
-  }
-  return metadata;
-}
 
 void Model::Free::operator()(llama_model* model) const { llama_model_free(model); }
 
@@ -129,7 +38,9 @@ Model::Model(std::unique_ptr<llama_model, Free> model, std::string path, const M
 std::shared_ptr<Model> Model::load(const std::string& path, const ModelOptions& options,
                                    const std::function<bool(float)>& progress) {
   const Activity activity;
-  auto metadata = read_metadata(path);
+  const GgufFile file(path);
+  file.check();
+  auto metadata = file.metadata();
 
   struct Progress {
     std::atomic<float> fraction{0.0F};
@@ -157,8 +68,13 @@ std::shared_ptr<Model> Model::load(const std::string& path, const ModelOptions& 
       [&](std::atomic<bool>& stop) {
         const LogScope log;
         state.stop = &stop;
-        model.reset(llama_model_load_from_file(path.c_str(), params));
-        reason = said(log);
+        const AbortGuard guard;
+        try {
+          model.reset(llama_model_load_from_file(path.c_str(), params));
+          reason = said(log);
+        } catch (const std::exception& error) {
+          reason = error.what();
+        }
         stopped = stop || Activity::ending();
       },
       [&] { return progress && progress(state.fraction); });

@@ -1,13 +1,12 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
-#include <variant>
 #include <vector>
 
+#include "engine/gguf_file.hpp"
 #include "engine/vocab.hpp"
 #include "engine/worker.hpp"
 
@@ -21,15 +20,6 @@ struct ModelOptions {
   bool load_mtp = false;
   bool vocab_only = false;
 };
-
-using MetadataValue =
-    std::variant<bool, int64_t, uint64_t, double, std::string, std::vector<bool>, std::vector<int64_t>,
-                 std::vector<uint64_t>, std::vector<double>, std::vector<std::string>>;
-using Metadata = std::map<std::string, MetadataValue>;
-
-/// The metadata of a GGUF file. Arrays of more than 1,024 elements (the vocabulary) are left out.
-/// Throws ModelLoadFailed when `path` is no readable GGUF file.
-Metadata read_metadata(const std::string& path);
 
 /// A loaded model. Contexts hold it, so it outlives them.
 class Model {

@@ -4,6 +4,7 @@
 
 #include <limits>
 
+#include "engine/abort.hpp"
 #include "engine/error.hpp"
 
 namespace llamatap {
@@ -47,11 +48,11 @@ std::vector<int32_t> Vocab::tokenize(const std::string& text, bool add_special, 
     return llama_tokenize(vocab_, text.data(), length, tokens.data(), static_cast<int32_t>(tokens.size()),
                           add_special, parse_special);
   };
-  int32_t count = run();
+  int32_t count = guarded("the tokenizer failed", run);
   if (count == std::numeric_limits<int32_t>::min()) throw InvalidInput("the text has too many tokens");
   if (count < 0) {
     tokens.resize(static_cast<size_t>(-count));
-    count = run();
+    count = guarded("the tokenizer failed", run);
   }
   tokens.resize(static_cast<size_t>(count));
   return tokens;
@@ -68,10 +69,10 @@ std::string Vocab::detokenize(const std::vector<int32_t>& tokens, bool remove_sp
     return llama_detokenize(vocab_, tokens.data(), n_tokens, text.data(), static_cast<int32_t>(text.size()),
                             remove_special, unparse_special);
   };
-  int32_t count = run();
+  int32_t count = guarded("the tokenizer failed", run);
   if (count < 0) {
     text.resize(static_cast<size_t>(-count));
-    count = run();
+    count = guarded("the tokenizer failed", run);
   }
   text.resize(static_cast<size_t>(count));
   return text;
@@ -84,10 +85,10 @@ std::string Vocab::piece(int32_t token, bool special) const {
   const auto run = [&] {
     return llama_token_to_piece(vocab_, token, text.data(), static_cast<int32_t>(text.size()), 0, special);
   };
-  int32_t count = run();
+  int32_t count = guarded("the tokenizer failed", run);
   if (count < 0) {
     text.resize(static_cast<size_t>(-count));
-    count = run();
+    count = guarded("the tokenizer failed", run);
   }
   text.resize(static_cast<size_t>(count));
   return text;

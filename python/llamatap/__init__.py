@@ -18,6 +18,7 @@ from llamatap.errors import (
 from llamatap.extract import Extractor, extract
 from llamatap.layers import LayerId
 from llamatap.model import Model
+from llamatap.probe import LayerProbe, Probe, probe
 from llamatap.sampler import Sampler
 from llamatap.states import States
 
@@ -34,10 +35,12 @@ __all__ = [
     "Extractor",
     "InvalidInputError",
     "LayerId",
+    "LayerProbe",
     "Memory",
     "Model",
     "ModelLoadError",
     "ModelNotFoundError",
+    "Probe",
     "Sampler",
     "States",
     "Tap",
@@ -45,4 +48,5 @@ __all__ = [
     "__version__",
     "build_config",
     "extract",
+    "probe",
 ]

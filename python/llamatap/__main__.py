@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from llamatap.errors import Error, InvalidInputError
 from llamatap.layers import CONVENTIONS, LayerId
@@ -57,7 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    info = commands.add_parser("info", help="what a model is and what its layers give")
+    info = commands.add_parser(
+        "info", help="what a model is and what its layers give, tried in a child process"
+    )
     info.add_argument("model", type=Path, help="a GGUF file")
     info.add_argument("--json", action="store_true", help="print JSON")
     info.set_defaults(run=_info)
@@ -130,52 +131,33 @@ def _window(text: str | None) -> tuple[int | None, int | None] | None:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    from llamatap import Model, UnsupportedError
+    from llamatap import probe
 
-    with Model(arguments.model) as model:
-        facts: dict[str, Any] = {
-            "path": str(model.path),
-            "arch": model.arch,
-            "name": model.metadata.get("general.name"),
-            "description": model.description,
-            "file_type": model.file_type,
-            "n_params": model.n_params,
-            "size_bytes": model.size_bytes,
-            "n_layer": model.n_layer,
-            "n_embd": model.n_embd,
-            "n_vocab": model.n_vocab,
-            "n_ctx_train": model.n_ctx_train,
-            "chat_template": model.chat_template is not None,
-        }
-        try:
-            nodes = model.layer_map.nodes
-            facts["layers"] = {
-                str(slot) if slot <= model.n_layer else "norm": name for slot, (name, _) in enumerate(nodes)
-            }
-            facts["states"] = True
-        except UnsupportedError as error:
-            facts["layers"] = {}
-            facts["states"] = False
-            facts["reason"] = str(error)
+    found = probe(arguments.model)
     if arguments.json:
-        print(json.dumps(facts, indent=2))
-        return 0
-    n = facts["n_layer"]
+        print(json.dumps(found.to_dict(), indent=2))
+        return 0 if found.loads else 1
+    if not found.loads:
+        print(f"llamatap: {found.error}", file=sys.stderr)
+        return 1
+    n = found.n_layer
+    no_number = [str(layer.layer) for layer in found.layers if not layer.finite]
+    if not found.states:
+        layers = f"none: {found.error}"
+    else:
+        layers = f'0..{n} (0 enters the first block, {n} leaves the last one), and "norm"'
+        if no_number:
+            layers += f"; NOT FINITE: {', '.join(no_number)}"
     for label, value in (
-        ("file", facts["path"]),
-        ("model", f"{facts['name'] or '(unnamed)'} ({facts['description']})"),
-        ("parameters", f"{facts['n_params']:,} in {facts['size_bytes'] / 2**20:,.1f} MiB"),
+        ("file", found.path),
+        ("model", f"{found.name or '(unnamed)'} ({found.description})"),
+        ("parameters", f"{found.n_params:,} in {(found.size_bytes or 0) / 2**20:,.1f} MiB"),
         ("blocks", n),
-        ("width", facts["n_embd"]),
-        ("vocabulary", f"{facts['n_vocab']:,}"),
-        ("trained context", f"{facts['n_ctx_train']:,} tokens"),
-        ("chat template", "yes" if facts["chat_template"] else "no"),
-        (
-            "layers",
-            f'0..{n} (0 enters the first block, {n} leaves the last one), and "norm"'
-            if facts["states"]
-            else f"none: {facts['reason']}",
-        ),
+        ("width", found.n_embd),
+        ("vocabulary", f"{found.n_vocab:,}"),
+        ("trained context", f"{found.n_ctx_train:,} tokens"),
+        ("chat template", "yes" if found.chat_template else "no"),
+        ("layers", layers),
     ):
         print(f"{label:>16}  {value}")
     return 0

@@ -16,7 +16,7 @@ def test_info(smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", str(smollm2_path), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["arch"], facts["n_layer"], facts["n_embd"], facts["states"]) == ("llama", 30, 576, True)
-    assert list(facts["layers"]) == [*map(str, range(31)), "norm"]
+    assert [layer["layer"] for layer in facts["layers"]] == [*range(31), "norm"]
     assert main(["info", str(smollm2_path)]) == 0
     assert "0..30" in capsys.readouterr().out
 

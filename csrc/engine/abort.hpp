@@ -1,0 +1,53 @@
+#pragma once
+
+#include <exception>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "engine/error.hpp"
+
+namespace llamatap {
+
+/// An assertion of the engine that failed on a thread with an AbortGuard.
+struct EngineAborted : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+/// While it lives, an assertion of the engine that fails on this thread throws EngineAborted instead of
+/// ending the process. Only for what the engine does on this thread alone: reading files, building graphs,
+/// cutting text into tokens. Its C sources are compiled with -fexceptions. What was being made must be
+/// given up afterwards. Guards nest.
+class AbortGuard {
+ public:
+  AbortGuard();
+  ~AbortGuard();
+  AbortGuard(const AbortGuard&) = delete;
+  AbortGuard& operator=(const AbortGuard&) = delete;
+
+  /// From here on the engine's other threads take part in the work of this one, and wait for it.
+  static void suspend() noexcept;
+
+ private:
+  bool outer_;
+};
+
+/// Makes failed assertions end the process with their words on stderr, where no guard is.
+void install_abort_handler();
+
+/// Runs `work` under a guard. What the engine throws comes out as EngineFailed, after `what`.
+template <typename Work>
+auto guarded(const char* what, Work&& work) {
+  const AbortGuard guard;
+  try {
+    return std::forward<Work>(work)();
+  } catch (const Error&) {
+    throw;
+  } catch (const std::bad_alloc&) {
+    throw;
+  } catch (const std::exception& error) {
+    throw EngineFailed(std::string(what) + ": " + error.what());
+  }
+}
+
+}  // namespace llamatap

@@ -1,0 +1,51 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <variant>
+#include <vector>
+
+struct gguf_context;
+
+namespace llamatap {
+
+using MetadataValue =
+    std::variant<bool, int64_t, uint64_t, double, std::string, std::vector<bool>, std::vector<int64_t>,
+                 std::vector<uint64_t>, std::vector<double>, std::vector<std::string>>;
+using Metadata = std::map<std::string, MetadataValue>;
+
+/// The header of a GGUF file: its metadata, and where which tensor lies.
+class GgufFile {
+ public:
+  /// Throws ModelLoadFailed when `path` is no readable GGUF file.
+  explicit GgufFile(const std::string& path);
+
+  /// Arrays of more than 1,024 elements (the vocabulary) are left out.
+  Metadata metadata() const;
+
+  /// Throws ModelLoadFailed for what the engine takes for granted and would crash on, or compute nonsense
+  /// from: weights outside of the file, empty or of a type that is none for weights, blocks beyond the
+  /// block count, numbers that are not finite, a negative epsilon, a vocabulary without tokens. The other
+  /// files of a split model are checked too.
+  void check() const;
+
+ private:
+  struct Free {
+    void operator()(gguf_context* file) const;
+  };
+
+  void check_tensors(uint64_t n_blocks) const;
+  void check_values(const std::string& arch) const;
+  void check_vocabulary() const;
+  int64_t find(const std::string& key, int type) const;
+  std::string text(const std::string& key) const;
+  uint64_t count(const std::string& key, uint64_t otherwise) const;
+  [[noreturn]] void fail(const std::string& what) const;
+
+  std::string path_;
+  std::unique_ptr<gguf_context, Free> file_;
+};
+
+}  // namespace llamatap

@@ -1,0 +1,165 @@
+"""What a GGUF file is and what its layers give, found out in a child process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from llamatap.errors import Error, InvalidInputError
+
+__all__ = ["LayerProbe", "Probe", "probe"]
+
+_TOKENS = 16
+_CHILD = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from llamatap.probe import _child
+_child(sys.argv[2])
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerProbe:
+    """One layer of a model, seen over 16 tokens of no meaning."""
+
+    #: 0..n, or "norm".
+    layer: int | str
+    #: The engine's name for the tensor; an operation in parentheses where it has none.
+    node: str
+    #: Root mean square of the values; NaN when they are not finite.
+    rms: float
+
+    @property
+    def finite(self) -> bool:
+        return self.rms == self.rms
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """What :func:`probe` found; fields are None where it did not get that far."""
+
+    path: Path
+    #: Whether the model loads.
+    loads: bool = False
+    #: Whether its layers can be had: it loads, has one residual stream, and a first computation went well.
+    states: bool = False
+    #: Why the one or the other is not so.
+    error: str | None = None
+    arch: str | None = None
+    name: str | None = None
+    description: str | None = None
+    file_type: str | None = None
+    n_params: int | None = None
+    size_bytes: int | None = None
+    n_layer: int | None = None
+    n_embd: int | None = None
+    n_vocab: int | None = None
+    n_ctx_train: int | None = None
+    chat_template: bool | None = None
+    #: H_0..H_n, then norm(H_n).
+    layers: tuple[LayerProbe, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, as JSON can hold them."""
+        facts = dataclasses.asdict(self)
+        facts["path"] = str(self.path)
+        for layer in facts["layers"]:
+            layer["finite"] = layer["rms"] == layer["rms"]
+            layer["rms"] = layer["rms"] if layer["finite"] else None
+        return facts
+
+
+def probe(path: str | os.PathLike[str], *, timeout: float = 600.0) -> Probe:
+    """Try a GGUF file without risk: it is loaded, and computed with, in a child process.
+
+    The engine trusts its files: a broken one can end the process that loads it, checks or not. Here that
+    is the child, and the result says so.
+
+    :param timeout: seconds until the child is given up.
+    :raises InvalidInputError: ``timeout`` is not above 0.
+    """
+    # Importing them takes a while, and llamatap is imported more often than it probes.
+    import signal
+    import subprocess
+
+    if not timeout > 0:
+        raise InvalidInputError(f"timeout must be above 0 seconds, not {timeout}")
+    path = Path(path).absolute()
+    command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), os.fspath(path)]
+    try:
+        child = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=timeout)
+        output, words, status = child.stdout, child.stderr, child.returncode
+    except subprocess.TimeoutExpired as error:
+        output, words, status = error.stdout or b"", error.stderr or b"", None
+    facts: dict[str, Any] = {}
+    for line in output.splitlines():
+        facts |= json.loads(line)
+    facts["layers"] = tuple(LayerProbe(**layer) for layer in facts.get("layers", ()))
+    if status is None:
+        facts["error"] = f"no result after {timeout:g} seconds"
+    elif status != 0:
+        last = words.decode(errors="replace").strip()
+        how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        facts["error"] = f"the process ended with {how}" + (f": {last}" if last else "")
+    return Probe(path, **facts)
+
+
+def _child(path: str) -> None:
+    """Print what is found as it is found, one JSON object a line: the next step may be the last."""
+    # A crash must not leave a file of the model's size behind.
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    except (ImportError, ValueError):
+        pass
+    try:
+        _find_out(Path(path))
+    except (Error, MemoryError) as error:
+        _say(error=str(error) or type(error).__name__)
+
+
+def _say(**facts: Any) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+def _find_out(path: Path) -> None:
+    import numpy as np
+
+    from llamatap.extract import Extractor
+    from llamatap.layers import LayerId
+    from llamatap.model import Model
+
+    with Model(path) as model:
+        _say(
+            loads=True,
+            arch=model.arch,
+            name=model.metadata.get("general.name"),
+            description=model.description,
+            file_type=model.file_type,
+            n_params=model.n_params,
+            size_bytes=model.size_bytes,
+            n_layer=model.n_layer,
+            n_embd=model.n_embd,
+            n_vocab=model.n_vocab,
+            n_ctx_train=model.n_ctx_train,
+            chat_template=model.chat_template is not None,
+        )
+        layers: list[LayerId] = [*range(model.n_layer + 1), "norm"]
+        nodes = [name for name, _ in model.layer_map.nodes]
+        tokens = np.linspace(0, model.n_vocab - 1, _TOKENS).astype(np.int32)
+        with Extractor(model) as extractor:
+            found = extractor(tokens, layers).array.astype(np.float64)
+        rms = np.sqrt(np.mean(found**2, axis=(0, 2)))
+        rms[~np.isfinite(rms)] = np.nan
+        _say(
+            states=True,
+            layers=[
+                {"layer": layer, "node": node, "rms": float(value)}
+                for layer, node, value in zip(layers, nodes, rms, strict=True)
+            ],
+        )
