@@ -61,6 +61,7 @@ void register_capture(py::module_& module) {
       .def_property_readonly("n_layer", &LayerMap::n_layer)
       .def_property_readonly("n_embd", &LayerMap::n_embd)
       .def_property_readonly("has_memory", &LayerMap::has_memory)
+      .def_property_readonly("at_once", &LayerMap::at_once)
       .def_property_readonly("norm_slot", &LayerMap::norm_slot)
       .def_property_readonly(
           "nodes",
@@ -69,7 +70,15 @@ void register_capture(py::module_& module) {
             for (const auto& source : map.sources()) nodes.emplace_back(to_str(source.node), source.cropped);
             return nodes;
           },
-          "By slot (0..n, then the norm): the node's name, and whether it has rows for outputs only.");
+          "By slot (0..n, then the norm): the node's name, and whether it has rows for outputs only.")
+      .def_property_readonly(
+          "hooked",
+          [](const LayerMap& map) {
+            std::vector<bool> hooked;
+            for (const auto& source : map.sources()) hooked.push_back(source.hooked);
+            return hooked;
+          },
+          "By slot: whether the engine's own hook gives the same node.");
 }
 
 }  // namespace llamatap::bind

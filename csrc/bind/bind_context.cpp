@@ -36,10 +36,17 @@ void run_extract(Context& context, const ConstMap& map, const std::vector<int32_
   extract(context, map, slots, dtype, jobs, poll);
 }
 
+TapWay parse_way(const std::string& name) {
+  if (name == "automatic") return TapWay::automatic;
+  if (name == "callback") return TapWay::callback;
+  if (name == "hooks") return TapWay::hooks;
+  throw InvalidInput("way must be automatic, callback or hooks, not " + name);
+}
+
 std::tuple<py::array, Ints> run_tapped(Context& context, const ConstMap& map,
                                        const std::vector<int32_t>& slots, const std::string& dtype_name,
-                                       bool outputs_only, const Batch& batch) {
-  const TapPlan plan{slots, parse_dtype(dtype_name), outputs_only};
+                                       bool outputs_only, const Batch& batch, const std::string& way) {
+  const TapPlan plan{slots, parse_way(way), parse_dtype(dtype_name), outputs_only};
   Tapped tapped;
   // A copy of the batch: another thread may change it while the engine computes.
   const Batch copy = batch;
@@ -92,8 +99,9 @@ void register_context(py::module_& module) {
           },
           py::arg("batch"))
       .def("decode_tapped", &run_tapped, py::arg("map"), py::arg("slots"), py::arg("dtype"),
-           py::arg("outputs_only"), py::arg("batch"),
-           "Decode and capture: (array [rows, n_slots, n_embd], int32 token ids of the rows).")
+           py::arg("outputs_only"), py::arg("batch"), py::arg("way") = "automatic",
+           "Decode and capture: (array [rows, n_slots, n_embd], int32 token ids of the rows). `way` is "
+           "callback, hooks, or automatic: the faster one.")
       .def("extract", &run_extract, py::arg("map"), py::arg("slots"), py::arg("dtype"),
            py::arg("jobs").noconvert(),
            "Capture without logits: jobs are (tokens, begin, end, pooling, out as bytes), a sequence each.")

@@ -174,8 +174,10 @@ void Streams::see_output_norm(const ggml_tensor& norm, const ggml_tensor* read) 
 bool Streams::is_stream(int32_t slot, const ggml_tensor& node) const {
   // Embeddings in the place of tokens enter by another node.
   if (known_ != nullptr && slot > 0 && (*known_)[slot].node != node_name(node)) return false;
-  // A part of something is one of several streams (gemma3n).
-  const bool is_part = node.op == GGML_OP_VIEW && ggml_nelements(&node) != ggml_nelements(node.src[0]);
+  // A part of something is one of several streams (gemma3n), unless it is the text's part of embeddings that
+  // have room for more (deepstack).
+  const bool is_part = node.op == GGML_OP_VIEW && ggml_nelements(&node) != ggml_nelements(node.src[0]) &&
+                       !(slot == 0 && &node == graph_.embeddings());
   return node.type == GGML_TYPE_F32 && node.ne[0] == n_embd_ && node.ne[2] == 1 && node.ne[3] == 1 &&
          !is_part;
 }
@@ -206,10 +208,12 @@ std::shared_ptr<const LayerMap> LayerMap::resolve(const std::shared_ptr<Model>& 
     if (stream->ne[1] != kOutputs && stream->ne[1] != kTokens) {
       throw Unsupported(what + " has not one row a token in the engine's graph (" + node_name(*stream) + ")");
     }
-    sources.push_back({node_name(*stream), stream->ne[1] == kOutputs});
+    const bool cropped = stream->ne[1] == kOutputs;
+    const bool hooked = slot < n_layer && !cropped && graph.hooked_input(slot) == stream;
+    sources.push_back({node_name(*stream), cropped, hooked});
   }
   return std::shared_ptr<const LayerMap>(
-      new LayerMap(std::move(sources), model->n_embd(), context.has_memory()));
+      new LayerMap(std::move(sources), model->n_embd(), context));
 }
 
 }  // namespace llamatap

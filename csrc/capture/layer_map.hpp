@@ -18,6 +18,8 @@ struct LayerSource {
   std::string node;
   /// Whether the node has rows for the outputs of a batch only: the engine crops the last block.
   bool cropped = false;
+  /// Whether the engine's own hook for the input of this layer gives the same node.
+  bool hooked = false;
 };
 
 /// The residual stream in a graph, found by what reads it and not by its name. The first nodes of block i are
@@ -72,16 +74,22 @@ class LayerMap {
   int32_t n_embd() const { return n_embd_; }
   /// Whether the model keeps a memory of past tokens; one that does not sees a batch at once.
   bool has_memory() const { return has_memory_; }
+  /// Whether all of a batch must be computed at once: no memory, or tokens that see later ones.
+  bool at_once() const { return at_once_; }
   int32_t norm_slot() const { return n_layer() + 1; }
   const std::vector<LayerSource>& sources() const { return sources_; }
 
  private:
-  LayerMap(std::vector<LayerSource> sources, int32_t n_embd, bool has_memory)
-      : sources_(std::move(sources)), n_embd_(n_embd), has_memory_(has_memory) {}
+  LayerMap(std::vector<LayerSource> sources, int32_t n_embd, const Context& context)
+      : sources_(std::move(sources)),
+        n_embd_(n_embd),
+        has_memory_(context.has_memory()),
+        at_once_(context.at_once()) {}
 
   std::vector<LayerSource> sources_;
   int32_t n_embd_;
   bool has_memory_;
+  bool at_once_;
 };
 
 }  // namespace llamatap

@@ -42,7 +42,7 @@ void Pool::write(size_t rows, DType dtype, std::byte* target) const {
 }
 
 Recorder::Recorder(std::shared_ptr<const LayerMap> map, std::vector<int32_t> slots, DType dtype,
-                   std::vector<RowTarget> targets)
+                   std::vector<RowTarget> targets, bool by_hooks)
     : map_(std::move(map)),
       columns_(map_->sources().size()),
       dtype_(dtype),
@@ -58,6 +58,11 @@ Recorder::Recorder(std::shared_ptr<const LayerMap> map, std::vector<int32_t> slo
     columns_[slot].push_back(column);
     any_cropped_ = any_cropped_ || map_->sources()[slot].cropped;
     last_slot_ = std::max(last_slot_, slot);
+    if (!by_hooks) continue;
+    if (!map_->sources()[slot].hooked) {
+      throw InvalidInput("the engine has no hook for layer slot " + std::to_string(slot));
+    }
+    if (columns_[slot].size() == 1) hooked_layers_.push_back(slot);
   }
 }
 
@@ -121,7 +126,6 @@ void Recorder::copy(int32_t slot, const ggml_tensor& node) {
     throw EngineFailed(what() + " has more rows than the " + std::to_string(rows.size()) +
                        " expected; please report this");
   }
-
   const ggml_backend_buffer_t buffer = node.view_src != nullptr ? node.view_src->buffer : node.buffer;
   const char* data = static_cast<const char*>(node.data);
   size_t stride = node.nb[1];
@@ -133,6 +137,17 @@ void Recorder::copy(int32_t slot, const ggml_tensor& node) {
     }
     data = reinterpret_cast<const char*>(staging_.data());
   }
+  deliver(slot, data, stride, count);
+}
+
+void Recorder::hooked(int32_t layer, const float* values) {
+  deliver(layer, reinterpret_cast<const char*>(values), static_cast<size_t>(map_->n_embd()) * sizeof(float),
+          piece_->rows.size());
+}
+
+void Recorder::deliver(int32_t slot, const char* data, size_t stride, size_t count) {
+  const auto& rows = map_->sources()[slot].cropped ? piece_->output_rows : piece_->rows;
+  const auto width = static_cast<size_t>(map_->n_embd());
   for (size_t i = 0; i < count; ++i) {
     const auto& target = targets_[rows[next_[slot] + i]];
     if (!target.wanted()) continue;

@@ -40,14 +40,17 @@ struct RowTarget {
 /// computes them in.
 class Recorder : public DecodeObserver {
  public:
-  /// `slots` may repeat and come in any order; `targets` has one entry for each entry of the batch.
+  /// `slots` may repeat and come in any order; `targets` has one entry for each entry of the batch. With
+  /// `by_hooks` the engine's hooks are used, which all slots must have.
   Recorder(std::shared_ptr<const LayerMap> map, std::vector<int32_t> slots, DType dtype,
-           std::vector<RowTarget> targets);
+           std::vector<RowTarget> targets, bool by_hooks = false);
 
   bool needs_last_block(int32_t row) const override;
   bool stop_keeps_memory() const override;
   void begin(const Piece& piece) override;
   void begin_graph(const Graph& graph) override;
+  const std::vector<int32_t>& hooked_layers() const override { return hooked_layers_; }
+  void hooked(int32_t layer, const float* values) override;
   bool wants(const ggml_tensor* node) override;
   bool computed(const ggml_tensor* node) override;
   void end() override;
@@ -56,6 +59,8 @@ class Recorder : public DecodeObserver {
   using Wanted = std::vector<std::pair<const ggml_tensor*, int32_t>>::const_iterator;
   std::pair<Wanted, Wanted> slots_of(const ggml_tensor* node) const;
   void copy(int32_t slot, const ggml_tensor& node);
+  /// Rows of a slot, `stride` bytes apart, to where they belong.
+  void deliver(int32_t slot, const char* data, size_t stride, size_t count);
 
   std::shared_ptr<const LayerMap> map_;
   std::vector<std::vector<size_t>> columns_;  // by slot: where it goes in a row, once for each repeat
@@ -63,6 +68,7 @@ class Recorder : public DecodeObserver {
   std::vector<RowTarget> targets_;
   bool any_cropped_ = false;
   int32_t last_slot_ = -1;
+  std::vector<int32_t> hooked_layers_;
 
   const Piece* piece_ = nullptr;
   std::vector<size_t> next_;  // by slot: how many rows of the piece have come

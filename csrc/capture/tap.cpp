@@ -1,8 +1,22 @@
 #include "capture/tap.hpp"
 
+#include <algorithm>
+
 #include "capture/recorder.hpp"
 
 namespace llamatap {
+
+namespace {
+
+bool takes_hooks(const Context& context, const LayerMap& map, const TapPlan& plan, const Batch& batch) {
+  if (plan.way != TapWay::automatic) return plan.way == TapWay::hooks;
+  // Embeddings in the place of tokens may enter by a node without a hook.
+  if (!context.model()->on_gpu() || batch.has_embeddings()) return false;
+  return std::all_of(plan.slots.begin(), plan.slots.end(),
+                     [&](int32_t slot) { return map.sources().at(static_cast<size_t>(slot)).hooked; });
+}
+
+}  // namespace
 
 Tapped decode_tapped(Context& context, const std::shared_ptr<const LayerMap>& map, const TapPlan& plan,
                      const Batch& batch, const Poll& poll) {
@@ -16,7 +30,7 @@ Tapped decode_tapped(Context& context, const std::shared_ptr<const LayerMap>& ma
   for (size_t i = 0; i < tapped.rows.size(); ++i) {
     targets[tapped.rows[i]].row = tapped.block->data() + i * row_bytes;
   }
-  Recorder recorder(map, plan.slots, plan.dtype, std::move(targets));
+  Recorder recorder(map, plan.slots, plan.dtype, std::move(targets), takes_hooks(context, *map, plan, batch));
   context.decode(batch, &recorder, poll);
   return tapped;
 }

@@ -9,9 +9,14 @@
 
 namespace llamatap {
 
+/// By which way states leave the graph: the engine's hooks where all slots have one and the model is on a
+/// GPU, where stopping between nodes costs; the graph's callback elsewhere. Both give the same bits.
+enum class TapWay { automatic, callback, hooks };
+
 /// What a tap wants of each decode.
 struct TapPlan {
   std::vector<int32_t> slots;
+  TapWay way = TapWay::automatic;
   DType dtype = DType::f32;
   bool outputs_only = false;
 };

@@ -125,6 +125,10 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
     throw Unsupported("taking tokens back (n_rs_seq) gives wrong states on " + model_->arch() +
                       "; save and restore sequences instead");
   }
+  if (options.n_rs_seq > 0 && options.n_rs_seq + 2 > options.n_ubatch) {
+    throw InvalidInput("n_ubatch must be at least n_rs_seq + 2 (" + std::to_string(options.n_rs_seq + 2) +
+                       "), not " + std::to_string(options.n_ubatch));
+  }
   if (options.n_seq_max > 1 && !model_->batches_sequences()) {
     throw Unsupported("the engine computes " + model_->arch() +
                       " wrongly with several sequences in a context; use contexts of n_seq_max=1");
@@ -149,11 +153,12 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
   params.kv_unified = options.kv_unified;
   params.swa_full = options.swa_full;
   params.no_perf = true;
-  params.cb_eval = &Context::on_node;
   params.cb_eval_user_data = this;
   params.abort_callback = [](void* self) { return static_cast<Context*>(self)->interrupted(); };
   params.abort_callback_data = this;
 
+  held_.resize(options.n_seq_max);
+  rewindable_.resize(options.n_seq_max, 0);
   threadpool_ = make_threadpool(options.n_threads);
   const LogScope log;
   guarded("the engine cannot make this context",
@@ -195,6 +200,7 @@ void Context::validate(const Batch& batch) const {
                        std::to_string(batch.n_embd()));
   }
   std::vector<std::vector<int32_t>> positions(options_.n_seq_max);
+  std::set<int32_t> used;
   for (int32_t row = 0; row < n; ++row) {
     const auto where = "entry " + std::to_string(row) + ": ";
     if (!batch.has_embeddings()) {
@@ -218,6 +224,10 @@ void Context::validate(const Batch& batch) const {
                            std::to_string(options_.n_seq_max - 1) + " (n_seq_max of the context)");
       }
       positions[seq].push_back(position);
+      used.insert(seq);
+    }
+    if (sequences.size() > 1 && !options_.kv_unified) {
+      throw InvalidInput(where + "it belongs to several sequences; that needs kv_unified=True");
     }
   }
   if (at_once()) {
@@ -231,6 +241,10 @@ void Context::validate(const Batch& batch) const {
                          std::to_string(options_.n_outputs_max));
     }
     if (!has_memory()) return;
+    if (used.size() > 1 && !options_.kv_unified) {
+      throw InvalidInput(
+          "a model without causal attention computes several sequences with kv_unified=True only");
+    }
   }
   for (int32_t seq = 0; seq < static_cast<int32_t>(options_.n_seq_max); ++seq) {
     auto& of_seq = positions[seq];
@@ -331,6 +345,12 @@ std::vector<Piece> Context::plan(const Batch& batch, const DecodeObserver* obser
   // The engine makes room for logits of every flagged entry of a call, computed or not.
   cut(early, early_may_stop, early_needed ? std::min(n_ubatch(), n_batch()) : n_batch());
   cut(late, observer != nullptr && memory_is_scratch && !any_output, n_batch());
+  if (at_once() && pieces.size() > 1) {
+    throw InvalidInput(
+        "a model without causal attention sees all tokens at once, but more of the batch pass "
+        "through its last block than the context's n_outputs_max allows (" +
+        std::to_string(outputs_max) + ")");
+  }
   return pieces;
 }
 
@@ -351,8 +371,7 @@ void Context::decode_scratch(const Batch& batch, DecodeObserver& observer, const
     Context& context;
     ~Clear() {
       context.logit_rows_.clear();
-      if (!context.broken_ && context.has_memory())
-        llama_memory_clear(llama_get_memory(context.context_.get()), /*data=*/false);
+      if (!context.broken_ && context.has_memory()) context.clear_memory();
     }
   };
   const Clear clear{*this};
@@ -400,15 +419,40 @@ void Context::run(const Batch& batch, std::vector<Piece>& pieces, DecodeObserver
   }
 }
 
+void Context::watch(const std::vector<int32_t>& hooked_layers, bool nodes) {
+  const auto toggle = [&](const std::vector<int32_t>& layers, const std::vector<int32_t>& others, bool on) {
+    for (const int32_t layer : layers) {
+      if (std::find(others.begin(), others.end(), layer) == others.end()) {
+        internals::hook_layer(context_.get(), layer, on);
+      }
+    }
+  };
+  toggle(hooked_layers_, hooked_layers, false);
+  toggle(hooked_layers, hooked_layers_, true);
+  hooked_layers_ = hooked_layers;
+  internals::set_callback(context_.get(), nodes ? &Context::on_node : nullptr);
+}
+
 void Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, DecodeObserver* observer) {
   const EngineBatch engine_batch(batch, piece, model_->n_positions());
   const auto given = piece.rows;
-  // Several sequences may be computed in another order than they are given in.
-  if (!one_sequence && has_memory()) {
-    if (const auto order = internals::ubatch_order(context_.get(), engine_batch.view)) {
-      piece.rows.clear();
-      piece.output_rows.clear();
-      for (const int32_t index : *order) {
+  const auto hooks = observer == nullptr ? std::vector<int32_t>() : observer->hooked_layers();
+  // Without anyone to see them, the stops between nodes serve interruption alone; the CPU back end has its
+  // own.
+  const bool nodes = hooks.empty() && (observer != nullptr || !model_->on_gpu());
+  watch(hooks, nodes);
+  // Several sequences may be computed in another order than they are given in; the hooks put that right.
+  std::vector<std::vector<int32_t>> ubatches;
+  if (has_memory() && (!one_sequence || options_.n_rs_seq > 0)) {
+    ubatches = guarded("the engine cannot split this batch", [&] {
+                 return internals::ubatches(context_.get(), engine_batch.view);
+               }).value_or(ubatches);
+  }
+  if (!ubatches.empty() && hooks.empty()) {
+    piece.rows.clear();
+    piece.output_rows.clear();
+    for (const auto& ubatch : ubatches) {
+      for (const int32_t index : ubatch) {
         piece.rows.push_back(given[index]);
         if (engine_batch.flags[index] != 0) piece.output_rows.push_back(given[index]);
       }
@@ -423,7 +467,9 @@ void Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, Dec
   const LogScope log;
   int32_t status = 0;
   try {
-    status = guarded("decode", [&] { return llama_decode(context_.get(), engine_batch.view); });
+    const auto decode = [&] { return llama_decode(context_.get(), engine_batch.view); };
+    // The first node that is seen ends the guard: without one, threads may be at work when it is needed.
+    status = nodes ? guarded("decode", decode) : decode();
   } catch (...) {
     broken_ = true;
     throw;
@@ -431,6 +477,8 @@ void Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, Dec
   // Also brings back errors of asynchronous back ends before anyone reads.
   llama_synchronize(context_.get());
   observer_ = nullptr;
+  // Other graphs (moving positions in the cache) are not for the callback to see, nor to stop.
+  internals::set_callback(context_.get(), nullptr);
 
   if (observer_error_) std::rethrow_exception(std::exchange(observer_error_, nullptr));
   if (interrupted() || status == 2) throw Interrupted();
@@ -438,8 +486,12 @@ void Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, Dec
   if (status == -1) throw InvalidInput("the engine refuses the batch: " + log.text());
   if (status != 0)
     throw EngineFailed("decode failed with status " + std::to_string(status) + ": " + log.text());
+  note_held(batch, given, ubatches);
+  for (const int32_t layer : hooks) observer->hooked(layer, internals::hooked_rows(context_.get(), layer));
   if (observer != nullptr) observer->end();
   if (piece.may_stop) return;
+  has_head_ = internals::gave_logits(context_.get());
+  if (!has_head_) return;
   for (size_t index = 0; index < given.size(); ++index) {
     const int32_t row = given[index];
     if (batch.outputs()[row]) logit_rows_[row] = {true, static_cast<int32_t>(index)};
@@ -447,16 +499,35 @@ void Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, Dec
 }
 
 std::string Context::full_message(const Batch& batch) const {
-  auto* memory = llama_get_memory(context_.get());
-  int64_t used = 0;
-  for (int32_t seq = 0; seq < static_cast<int32_t>(options_.n_seq_max); ++seq) {
-    const int32_t end = llama_memory_seq_pos_max(memory, seq);
-    if (end >= 0) used += end + 1 - llama_memory_seq_pos_min(memory, seq);
+  // Pieces of this batch that are there already are taken back after this.
+  std::vector<Positions> held = held_;
+  for (int32_t row = 0; row < batch.size(); ++row) {
+    const int64_t position = batch.positions()[row];
+    for (const int32_t seq : batch.sequences()[row]) held[seq].remove({position, position + 1});
   }
+  int64_t used = 0;
+  for (const auto& of_sequence : held) used += of_sequence.count();
   return "the context has room for " + std::to_string(n_ctx_seq()) + " tokens " +
-         (options_.kv_unified ? "" : "a sequence ") + "(n_ctx); " + std::to_string(used) +
-         " are in use and the batch brings " + std::to_string(batch.size()) +
+         (options_.kv_unified ? "" : "a sequence ") + "(n_ctx); its sequences hold " + std::to_string(used) +
+         " and the batch brings " + std::to_string(batch.size()) +
          "; remove sequences or make a larger context";
+}
+
+void Context::note_held(const Batch& batch, const std::vector<int32_t>& given,
+                        const std::vector<std::vector<int32_t>>& ubatches) {
+  for (const int32_t row : given) {
+    const int64_t position = batch.positions()[row];
+    for (const int32_t seq : batch.sequences()[row]) held_[seq].add({position, position + 1});
+  }
+  for (const auto& ubatch : ubatches) {
+    std::vector<int32_t> rows(options_.n_seq_max, 0);
+    for (const int32_t index : ubatch) {
+      for (const int32_t seq : batch.sequences()[given[index]]) ++rows[seq];
+    }
+    for (size_t seq = 0; seq < rows.size(); ++seq) {
+      if (rows[seq] > 0) rewindable_[seq] = std::min(rows[seq] - 1, static_cast<int32_t>(options_.n_rs_seq));
+    }
+  }
 }
 
 void Context::keep_logits() {
@@ -473,6 +544,7 @@ void Context::copy_logits(int32_t row, float* target) const {
   const Use use = in_use();
   const auto n = static_cast<int32_t>(logit_rows_.size());
   if (n == 0) throw InvalidInput("there are no logits: nothing was decoded yet, or the last decode failed");
+  if (!has_head_) throw Unsupported(model_->arch() + " has no output head, and so no logits");
   if (row < 0) row += n;
   if (row < 0 || row >= n) {
     throw InvalidInput("row " + std::to_string(row) + " is not in the last batch of " + std::to_string(n));
@@ -495,9 +567,12 @@ void Context::roll_back(const std::vector<int32_t>& sequences, const std::vector
   for (size_t i = 0; i < sequences.size(); ++i) {
     if (llama_memory_seq_pos_max(memory, sequences[i]) == last[i]) continue;
     const int32_t end = last[i] + 1;
-    if (end == 0 || !can_remove_suffix(sequences[i], end) ||
+    const bool recurrent = model_->is_recurrent() || model_->is_hybrid();
+    if (end == 0 || recurrent || !can_remove_suffix(sequences[i], end) ||
         !llama_memory_seq_rm(memory, sequences[i], end, -1)) {
-      llama_memory_seq_rm(memory, sequences[i], -1, -1);
+      drop(sequences[i]);
+    } else {
+      held_[sequences[i]].remove({end, INT64_MAX});
     }
   }
 }
@@ -519,7 +594,7 @@ bool Context::on_node(ggml_tensor* node, bool ask, void* self) noexcept {
     context->observer_error_ = std::current_exception();
     context->observer_ = nullptr;
     context->stopped_ = context->can_stop();
-    return ask && context->stopped_;
+    return ask ? context->stopped_ : !context->stopped_;
   }
 }
 

@@ -12,6 +12,7 @@
 #include "engine/batch.hpp"
 #include "engine/graph.hpp"
 #include "engine/model.hpp"
+#include "engine/positions.hpp"
 #include "engine/use.hpp"
 #include "engine/worker.hpp"
 
@@ -42,7 +43,9 @@ struct Piece {
   bool may_stop = false;             // nothing after what the observer wants is needed
 };
 
-/// Looks into the graph while a decode computes it. Its methods run on the thread that computes, without
+/// Sees the states of a decode. Through the graph's callback: node by node, while they are computed, with the
+/// choice to end there. Or through the engine's hooks, which copy the inputs of layers without a stop between
+/// nodes: cheaper on a GPU. Its methods run on the thread that computes, without
 /// the GIL. What they throw ends the decode and comes out of it, never through the engine's frames.
 class DecodeObserver {
  public:
@@ -52,6 +55,11 @@ class DecodeObserver {
   /// Whether ending a piece after the last wanted node leaves nothing uncomputed that the memory keeps.
   virtual bool stop_keeps_memory() const = 0;
   virtual void begin(const Piece& piece) = 0;
+  /// The layers whose inputs the hooks shall copy: those of which LayerSource::hooked is known. When there
+  /// are any, the callback is not used.
+  virtual const std::vector<int32_t>& hooked_layers() const = 0;
+  /// After a piece: the inputs of a hooked layer, [piece.rows, n_embd].
+  virtual void hooked(int32_t layer, const float* values) = 0;
   /// The nodes that follow are those of `graph`: a piece is computed as one or more ubatches.
   virtual void begin_graph(const Graph& graph) = 0;
   /// Before `node` is computed: whether `computed` shall be called with it.
@@ -133,10 +141,16 @@ class Context {
   std::string full_message(const Batch& batch) const;
   void keep_logits();
   void roll_back(const std::vector<int32_t>& sequences, const std::vector<int32_t>& last);
+  void note_held(const Batch& batch, const std::vector<int32_t>& given,
+                 const std::vector<std::vector<int32_t>>& ubatches);
   void check_sequence(int32_t seq) const;
   bool can_remove_suffix(int32_t seq, int32_t p0) const;
+  void drop(int32_t seq);
+  void clear_memory();
   bool interrupted() const noexcept;
   bool can_stop() const noexcept;
+  /// Turns on what the next engine call needs: hooks for these layers, or the callback.
+  void watch(const std::vector<int32_t>& hooked_layers, bool nodes);
   static bool on_node(ggml_tensor* node, bool ask, void* self) noexcept;
   bool see_node(const ggml_tensor* node, bool ask);
 
@@ -150,8 +164,13 @@ class Context {
   std::exception_ptr observer_error_;
   bool stopped_ = false;  // nothing more of the current graph is wanted
   std::atomic<bool>* interrupt_ = nullptr;
+  std::vector<int32_t> hooked_layers_;
+  std::vector<Positions> held_;  // by sequence
+  std::vector<int32_t>
+      rewindable_;  // by sequence: how many of its last tokens recurrent layers can take back
   std::vector<LogitRow> logit_rows_;  // by entry of the last batch; index -1: no output
   std::vector<float> kept_logits_;
+  bool has_head_ = true;
   int64_t nodes_seen_ = 0;
 };
 

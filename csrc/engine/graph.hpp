@@ -16,12 +16,15 @@ class Graph {
   int32_t size() const;
   const ggml_tensor* node(int32_t index) const;
 
-  /// By how many nodes `tensor` is read, as the model's code built the graph.
+  /// How often nodes read `tensor`, as the model's code built the graph.
   int32_t readers(const ggml_tensor* tensor) const;
 
   /// What `tensor` is a copy of, where the scheduler made one for another back end ("CUDA0#name#0"); `tensor`
   /// itself when it is none.
   const ggml_tensor* original(const ggml_tensor* tensor) const;
+
+  /// What the token embeddings, or those in their place, enter the model by; null where the engine does not say.
+  const ggml_tensor* embeddings() const;
 
   /// What the engine's own hook gives as the input of a block; null where the architecture has no hook.
   const ggml_tensor* hooked_input(int32_t block) const;

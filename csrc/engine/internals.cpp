@@ -88,7 +88,7 @@ bool flash_attention(const llama_context* context) { return context->get_cparams
 
 bool causal_attention(const llama_context* context) { return context->get_cparams().causal_attn; }
 
-std::optional<std::vector<int32_t>> ubatch_order(llama_context* context, const llama_batch& batch) {
+std::optional<std::vector<std::vector<int32_t>>> ubatches(llama_context* context, const llama_batch& batch) {
   const auto& model = context->get_model();
   llama_batch_allocr splitter(model.hparams.n_pos_per_embd());
   const llama_batch_compat compat(context, batch);
@@ -97,19 +97,34 @@ std::optional<std::vector<int32_t>> ubatch_order(llama_context* context, const l
   const auto plan =
       context->get_memory()->init_batch(splitter, context->get_cparams().n_ubatch, /*embd_all=*/false);
   if (!plan || plan->get_status() != LLAMA_MEMORY_STATUS_SUCCESS) return std::nullopt;
-  std::vector<int32_t> order;
-  order.reserve(static_cast<size_t>(batch.n_tokens));
+  std::vector<std::vector<int32_t>> ubatches;
   do {
-    const auto& rows = plan->get_ubatch().data->batch_idxs;
-    order.insert(order.end(), rows.begin(), rows.end());
+    ubatches.push_back(plan->get_ubatch().data->batch_idxs);
   } while (plan->next());
-  return order;
+  return ubatches;
 }
 
 const llm_graph_result* reserve_graph(llama_context* context, uint32_t n_tokens, uint32_t n_outputs) {
   if (llama_graph_reserve(context, n_tokens, 1, n_outputs) == nullptr) return nullptr;
   return context->get_gf_res_reserve();
 }
+
+void hook_layer(llama_context* context, int32_t layer, bool on) {
+  context->set_embeddings_layer_inp(static_cast<uint32_t>(layer), on);
+}
+
+const float* hooked_rows(llama_context* context, int32_t layer) {
+  return context->get_embeddings_layer_inp(static_cast<uint32_t>(layer));
+}
+
+void set_callback(llama_context* context, bool (*callback)(ggml_tensor*, bool, void*)) {
+  // Read at the start of every ubatch; the context itself is not constant.
+  const_cast<llama_cparams&>(context->get_cparams()).cb_eval = callback;
+  // The scheduler computes graphs of other kinds with the callback of the last ubatch.
+  if (callback == nullptr) ggml_backend_sched_set_eval_callback(context->get_sched(), nullptr, nullptr);
+}
+
+bool gave_logits(llama_context* context) { return computed_result(*context)->get_logits() != nullptr; }
 
 const llm_graph_result* computed_graph(llama_context* context) { return computed_result(*context); }
 
@@ -139,8 +154,13 @@ const ggml_tensor* Graph::original(const ggml_tensor* tensor) const {
   for (int32_t i = 0; i < size(); ++i) {
     if (of == node(i)->name) return node(i);
   }
+  for (int32_t i = 0; i < graph_->n_leafs; ++i) {
+    if (of == graph_->leafs[i]->name) return graph_->leafs[i];
+  }
   return tensor;
 }
+
+const ggml_tensor* Graph::embeddings() const { return result_->t_inp_embd; }
 
 const ggml_tensor* Graph::hooked_input(int32_t block) const {
   const auto& inputs = result_->t_layer_inp;

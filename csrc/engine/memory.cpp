@@ -27,6 +27,11 @@ void check_range(int32_t p0, int32_t p1) {
   }
 }
 
+/// Half-open ranges, where -1 stands for an open end.
+Positions::Range range_of(int32_t p0, int32_t p1) {
+  return {std::max(p0, 0), p1 < 0 ? int64_t{INT32_MAX} : int64_t{p1}};
+}
+
 }  // namespace
 
 void Context::check_sequence(int32_t seq) const {
@@ -44,9 +49,21 @@ bool Context::can_remove_suffix(int32_t seq, int32_t p0) const {
   return llama_memory_seq_pos_min(llama_get_memory(context_.get()), seq) <= std::max(0, p0 - window);
 }
 
+void Context::drop(int32_t seq) {
+  llama_memory_seq_rm(llama_get_memory(context_.get()), seq, -1, -1);
+  held_[seq] = {};
+  rewindable_[seq] = 0;
+}
+
 void Context::memory_clear() {
   const Use use = in_use();
-  if (has_memory()) llama_memory_clear(llama_get_memory(context_.get()), /*data=*/false);
+  if (has_memory()) clear_memory();
+}
+
+void Context::clear_memory() {
+  llama_memory_clear(llama_get_memory(context_.get()), /*data=*/false);
+  std::fill(held_.begin(), held_.end(), Positions());
+  std::fill(rewindable_.begin(), rewindable_.end(), 0);
 }
 
 void Context::memory_remove(int32_t seq, int32_t p0, int32_t p1) {
@@ -54,18 +71,37 @@ void Context::memory_remove(int32_t seq, int32_t p0, int32_t p1) {
   check_sequence(seq);
   check_range(p0, p1);
   auto* memory = memory_of(context_.get());
-  if (llama_memory_seq_pos_max(memory, seq) < 0) return;
-  if (p0 > 0 && p0 <= llama_memory_seq_pos_max(memory, seq) && !can_remove_suffix(seq, p0)) {
+  auto& held = held_[seq];
+  const auto range = range_of(p0, p1);
+  if (!held.overlaps(range)) return;
+  if (range.begin <= held.first() && range.end > held.last()) {
+    drop(seq);
+    return;
+  }
+  if (range.begin <= held.last() && !can_remove_suffix(seq, p0)) {
     throw Unsupported("the sliding-window layers of " + model_->arch() +
                       " no longer hold what comes before position " + std::to_string(p0) +
                       "; remove the whole sequence, or make the context with swa_full=True");
   }
+  const bool recurrent = model_->is_recurrent() || model_->is_hybrid();
+  // The engine keeps a state for each of the last n_rs_seq+1 tokens of one ubatch, for one way back.
+  const bool rewinds = range.end > held.last() && held.last() + 1 - range.begin <= rewindable_[seq];
+  if (recurrent && !rewinds) {
+    throw Unsupported("the memory of " + model_->arch() +
+                      " cannot give up this part of a sequence; remove the whole of it" +
+                      (options_.n_rs_seq > 0
+                           ? ", or at most " + std::to_string(rewindable_[seq]) +
+                                 " of its last tokens (fewer than the last decode brought, at most n_rs_seq, "
+                                 "once between two decodes)"
+                           : ", or save it before and restore it"));
+  }
   if (!llama_memory_seq_rm(memory, seq, p0, p1)) {
     throw Unsupported("the memory of " + model_->arch() +
-                      " cannot give up a part of a sequence; remove the whole of it, save and restore it, or "
-                      "make the context with n_rs_seq (then one removal of at most n_rs_seq tokens works "
-                      "between two decodes)");
+                      " cannot give up a part of a sequence; remove the whole of it, or save it before and "
+                      "restore it");
   }
+  held.remove(range);
+  rewindable_[seq] = 0;
 }
 
 void Context::memory_copy(int32_t from, int32_t to, int32_t p0, int32_t p1) {
@@ -75,23 +111,29 @@ void Context::memory_copy(int32_t from, int32_t to, int32_t p0, int32_t p1) {
   check_range(p0, p1);
   auto* memory = memory_of(context_.get());
   if (from == to) return;
-  const bool whole = p0 <= 0 && (p1 < 0 || p1 > llama_memory_seq_pos_max(memory, from));
+  if (!held_[to].empty()) {
+    throw InvalidInput("sequence " + std::to_string(to) + " holds tokens; remove them before copying to it");
+  }
+  const auto range = range_of(p0, p1);
+  const auto part = held_[from].within(range);
+  const bool whole = part.count() == held_[from].count();
   if (!whole && (!options_.kv_unified || model_->is_recurrent() || model_->is_hybrid())) {
     throw Unsupported(
         "only a whole sequence can be copied in this context; a part needs kv_unified=True and a model "
-        "without "
-        "recurrent state");
+        "without recurrent state");
   }
   llama_memory_seq_cp(memory, from, to, whole ? -1 : p0, whole ? -1 : p1);
+  held_[to] = part;
   internals::apply_memory_updates(context_.get());
 }
 
 void Context::memory_keep(int32_t seq) {
   const Use use = in_use();
   check_sequence(seq);
+  memory_of(context_.get());
   // The engine's own seq_keep leaves the streams of a cache that is not unified alone.
   for (int32_t other = 0; other < static_cast<int32_t>(options_.n_seq_max); ++other) {
-    if (other != seq) llama_memory_seq_rm(memory_of(context_.get()), other, -1, -1);
+    if (other != seq) drop(other);
   }
 }
 
@@ -103,15 +145,27 @@ void Context::memory_shift(int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
   if (!llama_memory_can_shift(memory)) {
     throw Unsupported("the memory of " + model_->arch() + " cannot move positions");
   }
-  const int32_t first = llama_memory_seq_pos_min(memory, seq);
-  if (first < 0) return;
-  const int64_t start = std::max(p0, first) + int64_t{delta};
-  const int64_t end = llama_memory_seq_pos_max(memory, seq) + int64_t{delta};
-  if (start < 0 || end >= model_->position_limit()) {
+  auto& held = held_[seq];
+  const auto moved = held.within(range_of(p0, p1));
+  if (moved.empty() || delta == 0) return;
+  if (moved.first() + delta < 0 || moved.last() + delta >= model_->position_limit()) {
     throw InvalidInput("moving by " + std::to_string(delta) + " puts positions outside of 0.." +
                        std::to_string(model_->position_limit() - 1));
   }
+  Positions after = held;
+  for (const auto& range : moved.ranges()) after.remove(range);
+  for (const auto& range : moved.ranges()) {
+    const Positions::Range target{range.begin + delta, range.end + delta};
+    if (after.overlaps(target)) {
+      throw InvalidInput("moving by " + std::to_string(delta) + " puts tokens on positions " +
+                         std::to_string(target.begin) + ".." + std::to_string(target.end - 1) +
+                         ", of which others hold some; remove those first");
+    }
+  }
+  for (const auto& range : moved.ranges()) after.add({range.begin + delta, range.end + delta});
   llama_memory_seq_add(memory, seq, p0, p1, delta);
+  held = after;
+  rewindable_[seq] = 0;
   // At once: an interrupted decode would leave the cache half moved.
   internals::apply_memory_updates(context_.get());
 }
@@ -162,10 +216,22 @@ void Context::restore(int32_t seq, const std::string& state) {
     }
     return false;
   };
-  if (load(state)) return;
+  const auto found = [&] {
+    held_[seq] = {};
+    // Recurrent layers hold what all tokens came to; the engine calls that the last position.
+    const bool recurrent = model_->is_recurrent() || model_->is_hybrid();
+    const int32_t first = recurrent ? 0 : llama_memory_seq_pos_min(memory, seq);
+    held_[seq].add({first, int64_t{llama_memory_seq_pos_max(memory, seq)} + 1});
+    rewindable_[seq] = 0;
+  };
+  if (load(state)) {
+    found();
+    return;
+  }
   const std::string why = reason;
   llama_memory_seq_rm(memory, seq, -1, -1);
   if (held && !load(before)) llama_memory_seq_rm(memory, seq, -1, -1);
+  found();
   throw InvalidInput("this state does not fit into this context: " + why);
 }
 

@@ -23,7 +23,10 @@ std::string said(const LogScope& log) {
 
 }  // namespace
 
-void Model::Free::operator()(llama_model* model) const { llama_model_free(model); }
+void Model::Free::operator()(llama_model* model) const {
+  // In a forked child a GPU cannot be reached: what the parent shares is left alone.
+  if (process == static_cast<int32_t>(getpid())) llama_model_free(model);
+}
 
 Model::Model(std::unique_ptr<llama_model, Free> model, std::string path, const ModelOptions& options,
              Metadata metadata)
@@ -32,8 +35,9 @@ Model::Model(std::unique_ptr<llama_model, Free> model, std::string path, const M
       options_(options),
       metadata_(std::move(metadata)),
       vocab_(llama_model_get_vocab(model_.get())),
-      process_(static_cast<int32_t>(getpid())),
-      has_experts_(internals::has_experts(model_.get())) {}
+      process_(model_.get_deleter().process),
+      has_experts_(internals::has_experts(model_.get())),
+      on_gpu_(!internals::device_names(model_.get()).empty()) {}
 
 std::shared_ptr<Model> Model::load(const std::string& path, const ModelOptions& options,
                                    const std::function<bool(float)>& progress) {
@@ -61,7 +65,7 @@ std::shared_ptr<Model> Model::load(const std::string& path, const ModelOptions& 
     return !*shared->stop && !Activity::ending();
   };
 
-  std::unique_ptr<llama_model, Free> model;
+  std::unique_ptr<llama_model, Free> model(nullptr, Free{static_cast<int32_t>(getpid())});
   std::string reason;
   bool stopped = false;
   run_polling(

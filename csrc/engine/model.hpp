@@ -50,6 +50,8 @@ class Model {
   bool has_encoder() const;
   bool has_decoder() const;
   bool has_experts() const { return has_experts_; }
+  /// Whether layers are on other devices than the CPU.
+  bool on_gpu() const { return on_gpu_; }
   bool is_recurrent() const;
   bool is_hybrid() const;
   /// Whether the engine computes several sequences of a context rightly: its plamo2 mixes them up, or aborts.
@@ -61,11 +63,12 @@ class Model {
   std::optional<std::string> chat_template(const std::optional<std::string>& name) const;
   /// Names of the devices that hold layers; empty when all are on the CPU.
   std::vector<std::string> device_names() const;
-  /// The rows of the token embedding matrix, dequantised to float32: n * n_embd_row() values.
+  /// The rows of the token embedding matrix, dequantised to float32: n * n_embd values.
   std::vector<float> token_embeddings(const std::vector<int32_t>& tokens) const;
 
  private:
   struct Free {
+    int32_t process;
     void operator()(llama_model* model) const;
   };
 
@@ -79,6 +82,7 @@ class Model {
   Vocab vocab_;
   int32_t process_;
   bool has_experts_;
+  bool on_gpu_;
 };
 
 }  // namespace llamatap

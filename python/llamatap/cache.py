@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["atomic_path", "cache_folder", "file_sha256", "hash_file"]
+__all__ = ["atomic_path", "cache_folder", "file_sha256", "hash_file", "sample_file"]
 
 
 def cache_folder() -> Path:
@@ -45,6 +45,18 @@ def hash_file(path: Path) -> str:
     with path.open("rb") as stream:
         while chunk := stream.read(1 << 22):
             digest.update(chunk)
+    return digest.hexdigest()
+
+
+def sample_file(path: Path) -> str:
+    """The sha256 of a file's size and of 64 pieces of it: tells files of other weights apart, at once."""
+    pieces, width = 64, 4096
+    with path.open("rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        digest = hashlib.sha256(str(size).encode())
+        for i in range(pieces):
+            stream.seek(max(0, size - width) * i // (pieces - 1))
+            digest.update(stream.read(width))
     return digest.hexdigest()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import struct
 import zlib
@@ -177,10 +178,12 @@ class Context:
         self.kv_unified = bool(kv_unified)
         self.swa_full = bool(swa_full)
         self.n_seq_max = _count("n_seq_max", n_seq_max, 1)
-        native_model = model.native
+        # The model's own object may be closed before this one is.
+        self._loaded = model.native
+        self._n_layer = model.n_layer
         try:
             self._native = _core.Context(
-                native_model,
+                self._loaded,
                 n_ctx=_count("n_ctx", n_ctx, 0),
                 n_batch=_count("n_batch", n_batch, 1),
                 n_ubatch=_count("n_ubatch", n_ubatch, 1),
@@ -222,6 +225,12 @@ class Context:
         if self._native is None:
             raise ClosedError("the context was closed")
         return self._native
+
+    @functools.cached_property
+    def _layer_map(self) -> _core.LayerMap:
+        if not self.model.closed:
+            return self.model.layer_map
+        return _core.LayerMap.resolve(self._loaded)
 
     @property
     def closed(self) -> bool:
@@ -294,8 +303,8 @@ class Context:
                 return
             tap._last = None
             array, tokens = native.decode_tapped(
-                self.model.layer_map,
-                layer_ids.slots(tap.layers, self.model.n_layer),
+                self._layer_map,
+                layer_ids.slots(tap.layers, self._n_layer),
                 tap.dtype,
                 tap.rows == "outputs",
                 batch,
@@ -306,7 +315,7 @@ class Context:
             typed_view(array, tap.dtype),
             tokens,
             tap.layers,
-            n_layer=self.model.n_layer,
+            n_layer=self._n_layer,
             source=self.source,
             details={"rows": tap.rows},
         )
@@ -338,8 +347,8 @@ class Context:
         """
         if rows not in ("all", "outputs"):
             raise InvalidInputError(f"rows must be 'all' or 'outputs', not {rows!r}")
-        wanted = layer_ids.normalize(layers, self.model.n_layer)
-        tap = Tap(wanted, rows, dtype_name(dtype), self.model.n_layer)
+        wanted = layer_ids.normalize(layers, self._n_layer)
+        tap = Tap(wanted, rows, dtype_name(dtype), self._n_layer)
         if self._tap is not None:
             raise InvalidInputError("a tap is open on this context already; ask it for all layers")
         self.native  # noqa: B018  a closed context is told now rather than at the first decode
@@ -350,14 +359,13 @@ class Context:
             self._tap = None
 
     def _fingerprint(self) -> dict[str, Any]:
-        model = self.model
+        model = self._loaded
         return {
             "arch": model.arch,
             "file_type": model.file_type,
-            "n_params": model.n_params,
             "n_layer": model.n_layer,
             "n_embd": model.n_embd,
-            "name": str(model.metadata.get("general.name", "")),
+            "weights": self.model.sample,
             "type_k": self.type_k,
             "type_v": self.type_v,
             "kv_unified": self.kv_unified,

@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 from llamatap import layers as layer_ids
 from llamatap._native import _core, flush_log
 from llamatap.context import Context
-from llamatap.errors import BusyError, ContextFullError, InvalidInputError
+from llamatap.errors import BusyError, ClosedError, ContextFullError, InvalidInputError
 from llamatap.layers import LayerId
 from llamatap.model import Model, token_array
 from llamatap.states import States, dtype_name, typed_view
@@ -306,25 +306,27 @@ class Extractor:
         while n_seq < min(len(lengths), most):
             n_seq *= 2
         longest = max(lengths)
-        n_ubatch = options.setdefault("n_ubatch", 512 if layer_map.has_memory else max(512, longest))
-        if not layer_map.has_memory:
+        n_ubatch = options.setdefault("n_ubatch", max(512, longest) if layer_map.at_once else 512)
+        if layer_map.at_once:
             options.setdefault("n_batch", n_ubatch)
         n_ctx = max(longest, min(n_ubatch, self._rope_limit) if self._is_short(longest) else n_ubatch)
         old = self._context
         if old is not None and not old.closed:
-            grows = old.n_ctx < n_ctx and "n_ctx" not in options
-            grows = grows or (not layer_map.has_memory and old.n_ubatch < min(n_ubatch, longest))
+            grows = old.native.n_ctx_seq < n_ctx and "n_ctx" not in options
+            grows = grows or (layer_map.at_once and old.n_ubatch < min(n_ubatch, longest))
             splits = old.n_seq_max < n_seq and "n_seq_max" not in options
-            same_rope = self._is_short(old.n_ctx) == self._is_short(n_ctx) or "n_ctx" in options
+            same_rope = self._is_short(old.native.n_ctx_seq) == self._is_short(n_ctx) or "n_ctx" in options
             if not grows and not splits and same_rope and (self._has_outputs or not outputs):
                 return old
             if same_rope:
-                n_ctx = max(n_ctx, old.n_ctx)
+                n_ctx = max(n_ctx, old.native.n_ctx_seq)
             n_seq = max(n_seq, old.n_seq_max)
             outputs = outputs or self._has_outputs
             self._drop()
-        options.setdefault("n_ctx", n_ctx)
         options.setdefault("n_seq_max", n_seq)
+        # Without a unified cache each sequence has a share of its own.
+        shares = 1 if options.get("kv_unified", True) else options["n_seq_max"]
+        options.setdefault("n_ctx", n_ctx * shares)
         if not outputs:
             # No output head is ever computed: its buffers can be small.
             options.setdefault("n_outputs_max", options["n_seq_max"])
@@ -379,7 +381,10 @@ class Extractor:
         out: NDArray[Any] | Sequence[NDArray[Any]] | None = None,
     ) -> States | list[States]:
         """See :func:`llamatap.extract`."""
-        return self._extract(_Run(self.model, inputs, layers, dtype, max_length, window, pool, out))
+        try:
+            return self._extract(_Run(self.model, inputs, layers, dtype, max_length, window, pool, out))
+        except ReferenceError:
+            raise ClosedError("the model of this extractor is gone; keep a reference to it") from None
 
     def _extract(self, run: _Run) -> States | list[States]:
         if not self._lock.acquire(blocking=False):

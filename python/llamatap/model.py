@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from llamatap import chat
 from llamatap._native import _core, ensure_backends, flush_log
+from llamatap.cache import sample_file
 from llamatap.errors import (
     ClosedError,
     InvalidInputError,
@@ -112,6 +113,11 @@ class Model:
             raise ModelLoadError(f"{self.path} is no regular file")
         # A relative path may come to mean another file.
         self.path = self.path.absolute()
+        try:
+            #: Tells models of one shape apart.
+            self.sample = sample_file(self.path)
+        except OSError as error:
+            raise ModelLoadError(f"cannot read {self.path}: {error}") from error
         ensure_backends()
         if n_gpu_layers != 0 and all(d["kind"] not in ("gpu", "igpu") for d in _core.devices()):
             warnings.warn(

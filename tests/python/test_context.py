@@ -43,12 +43,84 @@ def test_memory_remove_copy_keep_shift(tiny_model: lt.Model, rng: np.random.Gene
         memory.keep(2)
         assert (memory.last(1), memory.last(2)) == (-1, 3)
         memory.remove(2, 0, 2)
+        context.decode(lt.Batch.of([9], seq=2, pos0=4))
+        expected = context.logits()
+        memory.remove(2, 4)
         memory.shift(2, None, None, -2)
         assert (memory.first(2), memory.last(2)) == (0, 1)
-        # Positions are relative in a rotary model: the moved cells are those of the tokens at 0 and 1.
+        # Positions are relative in a rotary model.
         context.decode(lt.Batch.of([9], seq=2, pos0=2))
+        assert relative(context.logits(), expected) < 1e-5
         memory.clear()
         assert [memory.last(seq) for seq in range(3)] == [-1, -1, -1]
+
+
+def test_memory_does_not_mix_what_is_there_with_what_comes(
+    tiny_model: lt.Model, rng: np.random.Generator
+) -> None:
+    tokens = random_tokens(rng, tiny_model, 12).tolist()
+    with decoded(tiny_model, tokens, n_seq_max=2) as context:
+        memory = context.memory
+        context.decode(lt.Batch.of(tokens[:3], seq=1))
+        with pytest.raises(lt.InvalidInputError, match="sequence 1 holds tokens"):
+            memory.copy(0, 1)
+        for p0, p1, delta in ((5, None, -3), (0, 5, 6), (3, 6, 1)):
+            with pytest.raises(lt.InvalidInputError, match="of which others hold some"):
+                memory.shift(0, p0, p1, delta)
+        with pytest.raises(lt.InvalidInputError, match="outside of"):
+            memory.shift(0, 2, 4, -3)
+        context.decode(lt.Batch.of([7], pos0=12))
+        assert relative(context.logits(), last_logits(tiny_model, [*tokens, 7])) < 1e-5
+        # Into a gap they may go.
+        memory.remove(0, 4, 8)
+        memory.shift(0, 8, None, -4)
+        assert (memory.first(0), memory.last(0)) == (0, 8)
+        with pytest.raises(lt.InvalidInputError, match="of which others hold some"):
+            memory.shift(0, 5, None, -1)
+
+
+def test_positions_move_after_a_decode_that_ended_early(
+    tiny_model: lt.Model, rng: np.random.Generator
+) -> None:
+    tokens = random_tokens(rng, tiny_model, 12).tolist()
+    batch = lt.Batch()
+    for position, token in enumerate(tokens):
+        batch.add(token, position)  # no output: with a tap of H_n the head is left out
+    logits = []
+    for tapped in (False, True):
+        with tiny_model.context(n_ctx=256, **EXACT) as context:
+            if tapped:
+                with context.tap([-1]):
+                    context.decode(batch)
+            else:
+                context.decode(batch)
+            context.memory.remove(0, 0, 4)
+            context.memory.shift(0, None, None, -4)
+            context.decode(lt.Batch.of([9], pos0=8))
+            logits.append(context.logits())
+    assert relative(logits[1], logits[0]) < 1e-6
+
+
+def test_a_context_lives_on_when_its_model_is_closed(tiny_path: Path, rng: np.random.Generator) -> None:
+    model = lt.Model(tiny_path)
+    tokens = random_tokens(rng, model, 9).tolist()
+    expected = lt.extract(model, tokens, layers=[2]).array
+    with model.context(n_ctx=256) as context:
+        model.close()
+        with context.tap([2]) as tap:
+            context.decode(lt.Batch.of(tokens))
+            assert relative(tap.states.array, expected) < 1e-3
+        context.restore(0, context.save(0))
+    with pytest.raises(lt.ClosedError, match="keep a reference"):
+        lt.Model(tiny_path).extractor(tokens)
+
+
+def test_the_state_of_another_model_of_this_shape_is_refused(tiny_model: lt.Model, tmp_path: Path) -> None:
+    with lt.Model(TinyLlama(seed=1).write(tmp_path / "other.gguf")) as other:
+        with other.context(n_ctx=256) as context, tiny_model.context(n_ctx=256) as target:
+            context.decode(lt.Batch.of([1, 2, 3]))
+            with pytest.raises(lt.InvalidInputError, match="weights"):
+                target.restore(0, context.save(0))
 
 
 def test_save_and_restore_in_any_order_and_elsewhere(tiny_model: lt.Model, rng: np.random.Generator) -> None:

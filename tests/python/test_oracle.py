@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 from conftest import EXACT, random_tokens, relative
@@ -82,10 +84,48 @@ def test_tokens_that_see_later_ones(tmp_path: Path, rng: np.random.Generator) ->
         assert relative(found["norm"], normed) < 1e-5
         # What lies behind a window is seen all the same.
         assert relative(extractor(tokens, [-1], window=(0, 3))[-1], states[-1][:3]) < 1e-5
+        # Nothing is cut: longer than a ubatch, outputs that are counted, sequences that are not in one cache.
+        long = random_tokens(rng, model, 700)
+        seen = decoder.forward(tiny.shape(), tiny.weights, tiny.entering(long))[0]
+        with lt.Extractor(model, **EXACT) as other:
+            assert relative(other(long, [-1])[-1], seen[-1]) < 1e-5
+        with lt.Extractor(model, kv_unified=False, n_seq_max=4, **EXACT) as other:
+            several = other([tokens[:7], tokens, tokens[:20]], [-1])
+            assert relative(several[1][-1], states[-1]) < 1e-5
+        with lt.Extractor(model, n_outputs_max=2, **EXACT) as other:
+            with pytest.raises(lt.InvalidInputError, match=r"n_outputs_max allows \(2\)"):
+                other(tokens, [-1])
+        with model.context(n_ctx=256, n_seq_max=2, kv_unified=False, **EXACT) as context:
+            batch = lt.Batch.of([1, 2, 3])
+            batch.add(4, 0, 1)
+            with pytest.raises(lt.InvalidInputError, match="kv_unified=True only"):
+                context.decode(batch)
         with model.context(n_ctx=256, n_ubatch=16, **EXACT) as context:
             with pytest.raises(lt.InvalidInputError, match=r"30.*16"):
                 context.decode(lt.Batch.of(tokens.tolist()))
             context.decode(lt.Batch.of(tokens[:16].tolist()))
+
+
+@dataclass
+class TinyQwen3VL(TinyQwen3):
+    """The text's part of it: images would add to the first blocks through embeddings three times as wide."""
+
+    arch = "qwen3vl"
+
+    def add_keys(self, writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_dimension_sections([4, 4, 4, 0])
+        writer.add_num_deepstack_layers(2)
+
+
+def test_a_model_with_room_for_images_beside_the_text(tmp_path: Path, rng: np.random.Generator) -> None:
+    tiny = TinyQwen3VL()
+    with lt.Model(tiny.write(tmp_path / "vl.gguf")) as model, lt.Extractor(model, **EXACT) as extractor:
+        assert model.n_embd_input == 3 * tiny.n_embd
+        tokens = random_tokens(rng, model, 33)
+        found = extractor(tokens, range(tiny.n_layer + 1))
+    states, _, _ = decoder.forward(tiny.shape(), tiny.weights, tiny.entering(tokens))
+    for layer in range(tiny.n_layer + 1):
+        assert relative(found[layer], states[layer]) < 1e-5, f"H_{layer}"
 
 
 def test_token_embeddings_are_the_matrix_rows(tiny: TinyLlama, tiny_model: lt.Model) -> None:
