@@ -118,10 +118,11 @@ const float* hooked_rows(llama_context* context, int32_t layer) {
 }
 
 void set_callback(llama_context* context, bool (*callback)(ggml_tensor*, bool, void*)) {
-  // Read at the start of every ubatch; the context itself is not constant.
-  const_cast<llama_cparams&>(context->get_cparams()).cb_eval = callback;
-  // The scheduler computes graphs of other kinds with the callback of the last ubatch.
-  if (callback == nullptr) ggml_backend_sched_set_eval_callback(context->get_sched(), nullptr, nullptr);
+  // Read whenever a graph is built; the context itself is not constant.
+  auto& params = const_cast<llama_cparams&>(context->get_cparams());
+  params.cb_eval = callback;
+  // What the scheduler computes with when a graph is used again, and for graphs of other kinds.
+  ggml_backend_sched_set_eval_callback(context->get_sched(), callback, params.cb_eval_user_data);
 }
 
 bool gave_logits(llama_context* context) { return computed_result(*context)->get_logits() != nullptr; }

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import EXACT, random_tokens, relative
+from tiny import TinyLlama
 
 import llamatap as lt
 
@@ -116,11 +117,14 @@ def test_a_context_lives_on_when_its_model_is_closed(tiny_path: Path, rng: np.ra
 
 
 def test_the_state_of_another_model_of_this_shape_is_refused(tiny_model: lt.Model, tmp_path: Path) -> None:
-    with lt.Model(TinyLlama(seed=1).write(tmp_path / "other.gguf")) as other:
-        with other.context(n_ctx=256) as context, tiny_model.context(n_ctx=256) as target:
-            context.decode(lt.Batch.of([1, 2, 3]))
-            with pytest.raises(lt.InvalidInputError, match="weights"):
-                target.restore(0, context.save(0))
+    with (
+        lt.Model(TinyLlama(seed=1).write(tmp_path / "other.gguf")) as other,
+        other.context(n_ctx=256) as context,
+        tiny_model.context(n_ctx=256) as target,
+    ):
+        context.decode(lt.Batch.of([1, 2, 3]))
+        with pytest.raises(lt.InvalidInputError, match="weights"):
+            target.restore(0, context.save(0))
 
 
 def test_save_and_restore_in_any_order_and_elsewhere(tiny_model: lt.Model, rng: np.random.Generator) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import EXACT, random_tokens, relative
 from numpy.typing import NDArray
-from tiny import TinyGemma3
+from tiny import TinyGemma3, TinyQwen35
 
 import llamatap as lt
 
@@ -48,41 +48,30 @@ def test_a_recurrent_memory_gives_up_no_part(arch_models: Path, name: str, rng: 
 
 
 @pytest.fixture
-def felt_qwen35(arch_models: Path, tmp_path: Path) -> Path:
-    """The tiny qwen35, whose logits depend on what its recurrent layers remember: as written they hardly do."""
-    path = tmp_path / "qwen35.gguf"
-    shutil.copy(arch_models / "qwen35-dense.gguf", path)
-    reader = gguf.GGUFReader(path, "r+")
-    for tensor in reader.tensors:
-        if tensor.name.endswith("ssm_out.weight"):
-            tensor.data[:] *= 30
-        elif tensor.name.endswith("ssm_a"):
-            tensor.data[:] = -0.001
-        elif tensor.name.endswith("attn_qkv.weight"):
-            tensor.data[:] *= 10
-    reader.data.flush()
-    return path
+def qwen35_path(tmp_path: Path) -> Path:
+    """A model whose logits depend on what its recurrent layers remember; those of the engine's hardly do."""
+    return TinyQwen35().write(tmp_path / "qwen35.gguf")
 
 
 def test_the_last_tokens_of_a_recurrent_memory_can_be_taken_back(
-    felt_qwen35: Path, rng: np.random.Generator
+    qwen35_path: Path, rng: np.random.Generator
 ) -> None:
-    with lt.Model(felt_qwen35) as model:
+    with lt.Model(qwen35_path) as model:
         tokens = random_tokens(rng, model, 40)
         expected = fresh_logits(model, tokens, 21)
         # The bound tells a right state from one that has seen two tokens more.
         other = tokens.copy()
         other[18:20] = tokens[30:32]
-        assert relative(fresh_logits(model, other, 21), expected) > 1e-3
+        assert relative(fresh_logits(model, other, 21), expected) > 0.05
         options = {"n_ctx": 256, "n_rs_seq": 4, **EXACT}
-        for parts in ((23,), (19, 4), (10, 10, 3)[:2] + (3,)):
+        for parts in ((23,), (19, 4), (10, 10, 3)):
             with model.context(**options) as context:
                 context.decode(lt.Batch.of(tokens[: parts[0]].tolist()))
                 position = parts[0]
                 for size in parts[1:]:
                     context.decode(lt.Batch.of(tokens[position : position + size].tolist(), pos0=position))
                     position += size
-                if position - 20 >= parts[-1]:
+                if parts == (10, 10, 3):
                     # That state is the one before the last decode, which is not kept.
                     with pytest.raises(lt.UnsupportedError, match="at most 2 of its last tokens"):
                         context.memory.remove(0, 20)
@@ -95,12 +84,12 @@ def test_the_last_tokens_of_a_recurrent_memory_can_be_taken_back(
             model.context(n_ctx=256, n_rs_seq=600)
 
 
-def test_a_failed_decode_drops_a_recurrent_sequence(felt_qwen35: Path, rng: np.random.Generator) -> None:
-    with lt.Model(felt_qwen35) as model, model.context(n_ctx=256, n_batch=8, n_rs_seq=4) as context:
+def test_a_failed_decode_drops_a_recurrent_sequence(qwen35_path: Path, rng: np.random.Generator) -> None:
+    with lt.Model(qwen35_path) as model, model.context(n_ctx=256, n_batch=8, n_rs_seq=4) as context:
         tokens = random_tokens(rng, model, 300).tolist()
-        context.decode(lt.Batch.of(tokens[:250]))
-        with pytest.raises(lt.ContextFullError, match=r"256.*hold 250.*brings 20"):
-            context.decode(lt.Batch.of(tokens[250:270], pos0=250))
+        context.decode(lt.Batch.of(tokens[:240]))
+        with pytest.raises(lt.ContextFullError, match=r"256.*hold 240.*brings 20"):
+            context.decode(lt.Batch.of(tokens[240:260], pos0=240))
         assert context.memory.last(0) == -1
 
 

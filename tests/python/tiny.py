@@ -10,9 +10,18 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from reference import decoder
+from reference import decoder, gated_delta
 
 Weights = dict[str, NDArray[np.float32]]
+
+
+def _matrix(rng: np.random.Generator, rows: int, columns: int) -> NDArray[np.float32]:
+    values = rng.standard_normal((rows, columns), np.float32)
+    return values / np.float32(np.sqrt(columns))
+
+
+def _gain(rng: np.random.Generator, width: int) -> NDArray[np.float32]:
+    return rng.uniform(0.5, 1.5, width).astype(np.float32)
 
 
 @dataclass
@@ -39,35 +48,44 @@ class TinyLlama:
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.seed)
-        q, kv = self.head_width * self.n_head, self.head_width * self.n_head_kv
-
-        def matrix(rows: int, columns: int) -> NDArray[np.float32]:
-            values = rng.standard_normal((rows, columns), np.float32)
-            return values / np.float32(np.sqrt(columns))
-
-        def norm(width: int = self.n_embd) -> NDArray[np.float32]:
-            return rng.uniform(0.5, 1.5, width).astype(np.float32)
-
-        self.weights["token_embd.weight"] = matrix(self.n_vocab, self.n_embd) * 8
+        self.weights["token_embd.weight"] = _matrix(rng, self.n_vocab, self.n_embd) * 8
         for i in range(self.n_layer):
-            block = f"blk.{i}."
-            self.weights[block + "attn_norm.weight"] = norm()
-            self.weights[block + "attn_q.weight"] = matrix(q, self.n_embd)
-            self.weights[block + "attn_k.weight"] = matrix(kv, self.n_embd)
-            self.weights[block + "attn_v.weight"] = matrix(kv, self.n_embd)
-            self.weights[block + "attn_output.weight"] = matrix(self.n_embd, q)
-            self.weights[block + "ffn_norm.weight"] = norm()
-            self.weights[block + "ffn_gate.weight"] = matrix(self.n_ff, self.n_embd)
-            self.weights[block + "ffn_up.weight"] = matrix(self.n_ff, self.n_embd)
-            self.weights[block + "ffn_down.weight"] = matrix(self.n_embd, self.n_ff)
-            if self.norms_heads:
-                self.weights[block + "attn_q_norm.weight"] = norm(self.head_width)
-                self.weights[block + "attn_k_norm.weight"] = norm(self.head_width)
-            if self.norms_results:
-                self.weights[block + "post_attention_norm.weight"] = norm()
-                self.weights[block + "post_ffw_norm.weight"] = norm()
-        self.weights["output_norm.weight"] = norm()
-        self.weights["output.weight"] = matrix(self.n_vocab, self.n_embd)
+            for name, values in self.block(i, rng).items():
+                self.weights[f"blk.{i}.{name}"] = values
+        self.weights["output_norm.weight"] = _gain(rng, self.n_embd)
+        self.weights["output.weight"] = _matrix(rng, self.n_vocab, self.n_embd)
+
+    def block(self, index: int, rng: np.random.Generator) -> Weights:
+        """The weights of a block, drawn in the order in which they are named."""
+        q, kv = self.head_width * self.n_head, self.head_width * self.n_head_kv
+        weights = {
+            "attn_norm.weight": _gain(rng, self.n_embd),
+            "attn_q.weight": _matrix(rng, q, self.n_embd),
+            "attn_k.weight": _matrix(rng, kv, self.n_embd),
+            "attn_v.weight": _matrix(rng, kv, self.n_embd),
+            "attn_output.weight": _matrix(rng, self.n_embd, q),
+            "ffn_norm.weight": _gain(rng, self.n_embd),
+            **self.feed_forward(rng),
+        }
+        if self.norms_heads:
+            weights["attn_q_norm.weight"] = _gain(rng, self.head_width)
+            weights["attn_k_norm.weight"] = _gain(rng, self.head_width)
+        if self.norms_results:
+            weights["post_attention_norm.weight"] = _gain(rng, self.n_embd)
+            weights["post_ffw_norm.weight"] = _gain(rng, self.n_embd)
+        return weights
+
+    def feed_forward(self, rng: np.random.Generator) -> Weights:
+        return {
+            "ffn_gate.weight": _matrix(rng, self.n_ff, self.n_embd),
+            "ffn_up.weight": _matrix(rng, self.n_ff, self.n_embd),
+            "ffn_down.weight": _matrix(rng, self.n_embd, self.n_ff),
+        }
+
+    @property
+    def n_rotated(self) -> int:
+        """How many values of a head of q and k turn with the position."""
+        return self.head_width
 
     def add_keys(self, writer: gguf.GGUFWriter) -> None:
         """What the architecture's file has beyond these."""
@@ -93,7 +111,7 @@ class TinyLlama:
         writer.add_head_count_kv(self.n_head_kv)
         writer.add_layer_norm_rms_eps(self.eps)
         writer.add_rope_freq_base(self.rope_base)
-        writer.add_rope_dimension_count(self.head_width)
+        writer.add_rope_dimension_count(self.n_rotated)
         writer.add_key_length(self.head_width)
         writer.add_value_length(self.head_width)
         writer.add_vocab_size(self.n_vocab)
@@ -150,6 +168,85 @@ class TinyGemma3(TinyQwen3):
 
     def shape(self) -> decoder.Shape:
         return replace(super().shape(), gelu=True, window=self.window)
+
+
+@dataclass
+class TinyQwen35(TinyLlama):
+    """Seven blocks: 2 and 5 attend, the others are gated delta nets with three value heads to a key head."""
+
+    n_layer: int = 7
+    rope_base: float = 1e6
+    eps: float = 1e-6
+    attention_every: int = 3
+    n_key_heads: int = 2
+    n_value_heads: int = 6
+    state_width: int = 20
+    conv_width: int = 4
+    rotated: tuple[int, int, int] = (2, 2, 1)  # pairs that turn with each of the three axes
+
+    arch = "qwen35"
+    head_width = 24
+
+    def block(self, index: int, rng: np.random.Generator) -> Weights:
+        attends = self.shape().attends(index)
+        return {
+            "attn_norm.weight": _gain(rng, self.n_embd),
+            **(self._attention(rng) if attends else self._delta_net(rng)),
+            "post_attention_norm.weight": _gain(rng, self.n_embd),
+            **self.feed_forward(rng),
+        }
+
+    def _attention(self, rng: np.random.Generator) -> Weights:
+        q, kv = self.head_width * self.n_head, self.head_width * self.n_head_kv
+        return {
+            "attn_q.weight": _matrix(rng, 2 * q, self.n_embd),
+            "attn_k.weight": _matrix(rng, kv, self.n_embd),
+            "attn_v.weight": _matrix(rng, kv, self.n_embd),
+            "attn_q_norm.weight": _gain(rng, self.head_width),
+            "attn_k_norm.weight": _gain(rng, self.head_width),
+            "attn_output.weight": _matrix(rng, self.n_embd, q),
+        }
+
+    def _delta_net(self, rng: np.random.Generator) -> Weights:
+        inner = self.n_value_heads * self.state_width
+        channels = 2 * self.n_key_heads * self.state_width + inner
+        return {
+            "attn_qkv.weight": _matrix(rng, channels, self.n_embd),
+            "attn_gate.weight": _matrix(rng, inner, self.n_embd),
+            "ssm_conv1d.weight": _matrix(rng, channels, self.conv_width),
+            "ssm_alpha.weight": _matrix(rng, self.n_value_heads, self.n_embd),
+            "ssm_beta.weight": _matrix(rng, self.n_value_heads, self.n_embd),
+            # Half-lives from less than one to some tens of tokens.
+            "ssm_a": -np.geomspace(0.02, 2, self.n_value_heads, dtype=np.float32),
+            "ssm_dt.bias": rng.uniform(-1, 1, self.n_value_heads).astype(np.float32),
+            "ssm_norm.weight": _gain(rng, self.state_width),
+            "ssm_out.weight": _matrix(rng, self.n_embd, inner),
+        }
+
+    @property
+    def n_rotated(self) -> int:
+        return 2 * sum(self.rotated)
+
+    def add_keys(self, writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_dimension_sections([*self.rotated, 0])
+        writer.add_full_attention_interval(self.attention_every)
+        writer.add_ssm_conv_kernel(self.conv_width)
+        writer.add_ssm_state_size(self.state_width)
+        writer.add_ssm_group_count(self.n_key_heads)
+        writer.add_ssm_time_step_rank(self.n_value_heads)
+        writer.add_ssm_inner_size(self.n_value_heads * self.state_width)
+
+    def shape(self) -> gated_delta.Shape:
+        return gated_delta.Shape(
+            self.n_layer,
+            self.n_head,
+            self.n_head_kv,
+            self.rope_base,
+            self.eps,
+            n_key_heads=self.n_key_heads,
+            n_rotated=self.n_rotated,
+            attention_every=self.attention_every,
+        )
 
 
 def _add_byte_tokenizer(writer: gguf.GGUFWriter) -> None:
