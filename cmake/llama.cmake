@@ -1,5 +1,6 @@
 # Every option of the vendored engine. Switches that users may give with -C cmake.define.NAME=VALUE
-# (GGML_CUDA, GGML_METAL, GGML_VULKAN, GGML_HIP, GGML_BLAS, ...) pass through untouched.
+# (GGML_CUDA, GGML_METAL, GGML_VULKAN, GGML_HIP, GGML_BLAS, ...) pass through untouched. The instruction sets of
+# an x86 CPU (GGML_AVX2, ...) do not: they are this machine's, or all of them with LLAMATAP_PORTABLE.
 
 set(LLAMATAP_ENGINE_DIR "" CACHE PATH "A llama.cpp source folder to build instead of the pinned one")
 option(LLAMATAP_PORTABLE "Build CPU back ends for every instruction set, chosen at run time, instead of for this machine" OFF)
@@ -66,7 +67,10 @@ set(GIT_EXE "" CACHE INTERNAL "")
 # Assertions that fail while a model is loaded or a graph is built throw (csrc/engine/abort.hpp).
 add_compile_options($<$<COMPILE_LANGUAGE:C>:-fexceptions>)
 # Their messages name the file; not where it lay when this was built.
-add_compile_options("$<$<COMPILE_LANGUAGE:C,CXX>:-fmacro-prefix-map=${LLAMATAP_ENGINE_SOURCE}/=>")
+file(RELATIVE_PATH LLAMATAP_ENGINE_RELATIVE "${CMAKE_BINARY_DIR}" "${LLAMATAP_ENGINE_SOURCE}")
+foreach(prefix "${LLAMATAP_ENGINE_SOURCE}" "${LLAMATAP_ENGINE_RELATIVE}")  # the compiler cache makes paths relative
+  add_compile_options("$<$<COMPILE_LANGUAGE:C,CXX>:-fmacro-prefix-map=${prefix}/=>")
+endforeach()
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # Unique symbols are merged over all libraries of a process, another package's llama.cpp included.
   add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fno-gnu-unique>)

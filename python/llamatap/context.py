@@ -343,7 +343,8 @@ class Context:
         :param dtype: float32, float16 or bfloat16.
         :raises InvalidInputError: a layer or dtype is wrong, or another tap is open.
 
-        Logits are what they are without. ``rows="all"`` with H_n costs no output head on all rows.
+        Logits are what they are without, but for rounding where H_n of all rows is asked for: that cuts the
+        batch, so that it costs no output head on all rows.
         """
         if rows not in ("all", "outputs"):
             raise InvalidInputError(f"rows must be 'all' or 'outputs', not {rows!r}")

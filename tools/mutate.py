@@ -1,0 +1,213 @@
+"""Break the code on purpose, one place at a time, and show that a test fails: tests/mutations.md.
+
+    python tools/mutate.py [--only NAME]
+
+Works on the checkout it lies in, which must be clean, with its own environment (.venv) and persistent build
+folder; puts every file back. A mutation that no longer applies, or that its test survives, is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = ROOT / "tests" / "mutations.md"
+PYTHON = ROOT / ".venv" / "bin" / "python"
+
+HEAD = """# Mutations
+
+Made by `python tools/mutate.py`: each line is one place of the code, broken on purpose, and the first test that
+failed for it.
+
+| what is broken | where | the test that fails |
+| --- | --- | --- |
+"""
+
+
+@dataclass
+class Mutation:
+    what: str
+    path: str
+    old: str
+    new: str
+    tests: str  # what pytest is given
+
+
+ORACLE = "tests/python/test_oracle.py"
+MUTATIONS = [
+    Mutation(
+        "every layer is the next one",
+        "csrc/capture/recorder.cpp",
+        "const ggml_tensor* stream = streams.by_slot()[slot];",
+        "const ggml_tensor* stream = streams.by_slot()[std::min(slot + 1, map_->n_layer())];",
+        ORACLE,
+    ),
+    Mutation(
+        "H_n is post-norm",
+        "csrc/capture/recorder.cpp",
+        "const ggml_tensor* stream = streams.by_slot()[slot];",
+        "const ggml_tensor* stream = streams.by_slot()[slot == map_->n_layer() ? slot + 1 : slot];",
+        ORACLE,
+    ),
+    Mutation(
+        "norm(H_n) is pre-norm",
+        "csrc/capture/recorder.cpp",
+        "const ggml_tensor* stream = streams.by_slot()[slot];",
+        "const ggml_tensor* stream = streams.by_slot()[std::min(slot, map_->n_layer())];",
+        ORACLE,
+    ),
+    Mutation(
+        "rows in ubatch order",
+        "csrc/engine/context.cpp",
+        "if (!ubatches.empty() && hooks.empty()) {",
+        "if (false) {",
+        "tests/python/test_tap.py tests/python/test_extract.py " + ORACLE,
+    ),
+    Mutation(
+        "rows of hooked layers in ubatch order",
+        "csrc/engine/context.cpp",
+        "if (!ubatches.empty() && hooks.empty()) {",
+        "if (!ubatches.empty()) {",
+        "tests/python/test_architectures.py -k nemotron_h",
+    ),
+    Mutation(
+        "the last block is cropped to the outputs",
+        "csrc/capture/recorder.cpp",
+        "return any_cropped_ && targets_[row].wanted();",
+        "return false;",
+        ORACLE,
+    ),
+    Mutation(
+        "every ubatch writes over the one before",
+        "csrc/capture/recorder.cpp",
+        "next_[slot] += count;",
+        "next_[slot] = count;",
+        "tests/python/test_extract.py",
+    ),
+    Mutation(
+        "the end comes a layer early",
+        "csrc/capture/recorder.cpp",
+        "ends = ends || it->second == last_slot_;",
+        "ends = true;",
+        ORACLE,
+    ),
+    Mutation(
+        "a mean over one row too many",
+        "csrc/capture/recorder.cpp",
+        "kind_ == Pooling::mean ? static_cast<double>(rows) : 1.0",
+        "kind_ == Pooling::mean ? static_cast<double>(rows + 1) : 1.0",
+        "tests/python/test_extract.py",
+    ),
+    Mutation(
+        "bfloat16 holds the bits of float16",
+        "csrc/capture/block.cpp",
+        "ggml_fp32_to_bf16_row(values, reinterpret_cast<ggml_bf16_t*>(target), n);",
+        "ggml_fp32_to_fp16_row(values, reinterpret_cast<ggml_fp16_t*>(target), n);",
+        "tests/python/test_extract.py tests/python/test_tap.py",
+    ),
+    Mutation(
+        "one recurrent token too many is taken back",
+        "csrc/engine/context.cpp",
+        "std::min(rows[seq] - 1, static_cast<int32_t>(options_.n_rs_seq))",
+        "std::min(rows[seq], static_cast<int32_t>(options_.n_rs_seq))",
+        "tests/python/test_memory.py",
+    ),
+    Mutation(
+        "the callback stays for other graphs",
+        "csrc/engine/context.cpp",
+        "internals::set_callback(context_.get(), nullptr);",
+        "",
+        "tests/python/test_context.py",
+    ),
+    Mutation(
+        "positions may meet",
+        "csrc/engine/memory.cpp",
+        "if (after.overlaps(target)) {",
+        "if (false) {",
+        "tests/python/test_context.py",
+    ),
+    Mutation(
+        "assertions end the process",
+        "csrc/engine/abort.cpp",
+        "if (throws) throw EngineAborted(message);",
+        "",
+        "tests/python/test_probe.py -k numbers",
+    ),
+    Mutation(
+        "files are not checked",
+        "csrc/engine/model.cpp",
+        "  file.check();\n",
+        "",
+        "tests/python/test_probe.py",
+    ),
+    Mutation(
+        "SGLang's ids are taken for ours",
+        "python/llamatap/layers.py",
+        'Convention("sglang", 1)',
+        'Convention("sglang", 0)',
+        "tests/python/test_layers.py",
+    ),
+    Mutation(
+        "a saved state fits any weights",
+        "python/llamatap/context.py",
+        '            "weights": self.model.sample,\n',
+        "",
+        "tests/python/test_context.py",
+    ),
+]
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def first_failure(tests: str) -> str | None:
+    """Install the checkout and run the tests: the first that fails, if any does."""
+    installed = run(["make", ".venv/.installed"])
+    if installed.returncode != 0:
+        sys.exit(f"the mutant does not build:\n{installed.stdout[-3000:]}{installed.stderr[-3000:]}")
+    result = run([str(PYTHON), "-m", "pytest", "-x", "-q", "--tb=no", *tests.split()])
+    for line in result.stdout.splitlines():
+        if line.startswith(("FAILED ", "ERROR ")):
+            return line.split()[1].removeprefix("tests/python/")
+    # An abort leaves no summary.
+    return f"{tests} (signal {-result.returncode})" if result.returncode < 0 else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Break the code, and show that tests fail.")
+    parser.add_argument("--only", help="a part of a mutation's name")
+    arguments = parser.parse_args()
+    if run(["git", "status", "--porcelain", "csrc", "python"]).stdout:
+        sys.exit("csrc/ or python/ has changes that are not committed")
+    lines = []
+    survived = []
+    for mutation in MUTATIONS:
+        if arguments.only and arguments.only not in mutation.what:
+            continue
+        path = ROOT / mutation.path
+        good = path.read_text()
+        if good.count(mutation.old) != 1:
+            sys.exit(f"{mutation.what}: {mutation.old!r} occurs {good.count(mutation.old)} times")
+        path.write_text(good.replace(mutation.old, mutation.new))
+        try:
+            failed = first_failure(mutation.tests)
+        finally:
+            path.write_text(good)
+        print(f"{mutation.what}: {failed or 'SURVIVED'}", flush=True)
+        if failed is None:
+            survived.append(mutation.what)
+        lines.append(f"| {mutation.what} | {mutation.path} | {failed} |")
+    run(["make", ".venv/.installed"])
+    if survived:
+        sys.exit("not seen by any test: " + "; ".join(survived))
+    if not arguments.only:
+        TABLE.write_text(HEAD + "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
