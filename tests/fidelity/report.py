@@ -42,9 +42,9 @@ over rows. *Worst* and *median* are over the layers `H_0`..`H_n` and norm(`H_n`)
 ABOUT = {
     "smollm2": "SmolLM2-135M-Instruct, Apache-2.0, published as Q4_1 (so Q4_1 loses nothing more of the\n"
     "weights). The engine also has hooks for the inputs of this architecture's blocks.",
-    "gemma3": "Gemma 3 270M, under the Gemma terms of use, published as Q4_K_M. The engine has no hooks for\n"
-    "this architecture: the states come from its graph. Its GELU is read from a table of float16 values, in\n"
-    "the float32 file too. One prompt is longer than its sliding window.",
+    "gemma3": "Gemma 3 270M, under the Gemma terms of use, published as Q4_K_M (which loses next to nothing\n"
+    "more). The engine has no hooks for this architecture: the states come from its graph. Its GELU is read\n"
+    "from a table of float16 values, in the float32 file too. One prompt is longer than its window.",
 }
 
 
