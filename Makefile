@@ -2,6 +2,8 @@
 # make test    runs the tests, on a fresh machine
 # make lint    ruff, mypy, clang-format, stubs
 # make bench   measures; prints ratios, writes bench/results/
+# make fidelity          every layer against transformers; writes docs/fidelity.md
+# make bench-transformers  speed against transformers; writes bench/results/
 # make dev     an editable install that rebuilds on import
 # make package builds the sdist and, from it, the wheel; checks both in empty environments
 
@@ -20,7 +22,7 @@ export LLAMATAP_CACHE ?= $(abspath $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamat
 export CCACHE_BASEDIR ?= /
 export CCACHE_NOHASHDIR ?= true
 
-.PHONY: demo test architectures lint format stubs bench dev package golden neighbours debug sanitize clean
+.PHONY: demo test architectures lint format stubs bench dev package golden fidelity bench-transformers neighbours debug sanitize clean
 
 # Debian keeps venv and the headers in packages of their own.
 define HAVE_PYTHON
@@ -97,12 +99,32 @@ package: $(VENV)/.tools
 clean:
 	rm -rf build dist $(VENV)
 
-# The oracle rows of tests/data, from transformers.
-golden: $(VENV)/.installed
+# transformers, in an environment of its own: `make golden TORCH=...` chooses its torch.
+PEER := .venv-golden/bin/python
+.venv-golden/.installed: | python
 	$(PYTHON) -m venv .venv-golden
-	.venv-golden/bin/python -m pip install --quiet $(TORCH)
-	.venv-golden/bin/python -m pip install --quiet transformers gguf accelerate numpy
-	.venv-golden/bin/python tests/golden/make_smollm2.py "$$($(BIN)/llamatap fetch smollm2)" tests/data/smollm2_golden.npz
+	$(PEER) -m pip install --quiet $(TORCH)
+	$(PEER) -m pip install --quiet transformers gguf accelerate numpy
+	touch $@
+
+# The oracle rows of tests/data, from transformers.
+golden: $(VENV)/.installed .venv-golden/.installed
+	$(PEER) tests/golden/make_smollm2.py "$$($(BIN)/llamatap fetch smollm2)" tests/data/smollm2_golden.npz
+
+# The engine's quantiser, which makes files of other types.
+QUANTIZE := build/fidelity/quantize
+$(QUANTIZE): $(VENV)/.installed tests/fidelity/CMakeLists.txt tests/fidelity/quantize.cpp
+	$(BIN)/python vendor/fetch.py
+	$(BIN)/cmake -S tests/fidelity -B build/fidelity -G Ninja -DCMAKE_MAKE_PROGRAM="$(abspath $(BIN)/ninja)" \
+	  -DENGINE_LIBRARIES="$$($(BIN)/python -c 'from llamatap._native import _core; print(_core.__file__.rpartition("/")[0] + "/lib")')"
+	$(BIN)/cmake --build build/fidelity
+	touch $@
+
+fidelity: $(QUANTIZE) .venv-golden/.installed
+	$(BIN)/python tests/fidelity/measure.py --peer $(PEER)
+
+bench-transformers: $(QUANTIZE) .venv-golden/.installed
+	$(BIN)/python bench/against_transformers.py --peer $(PEER)
 
 # Builds and peers of their own, in environments of their own: the usual one stays as it is.
 TEST_VENV = $(PYTHON) -m venv $(1) && $(1)/bin/python -m pip install --quiet "pip>=25.1" && \

@@ -10,32 +10,15 @@ bench/results/.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from common import machine, timed, write_results
 
 import llamatap as lt
 from llamatap.fetch import fetch
-
-RESULTS = Path(__file__).parent / "results"
-
-
-def machine() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def timed(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def variants(
@@ -135,8 +118,7 @@ def main() -> None:
             line += f"   {ratio:5.2f}x {base}"
         results[name] = row
         print(line)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "capture.json").write_text(json.dumps({**head, "results": results}, indent=2))
+    write_results("capture", {**head, "results": results})
 
 
 if __name__ == "__main__":

@@ -265,8 +265,11 @@ def _add_byte_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_add_space_prefix(False)
 
 
-def write_as_f32(source: Path, target: Path) -> Path:
-    """A copy of a GGUF file with all tensors dequantised to float32, by the gguf package."""
+def write_as_f32(source: Path, target: Path, *, vocabulary: bool = True) -> Path:
+    """A copy of a GGUF file with all tensors dequantised to float32, by the gguf package.
+
+    :param vocabulary: False leaves out the tokens, which readers in Python take long for.
+    """
     reader = gguf.GGUFReader(source)
     arch = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(target, arch)
@@ -274,10 +277,18 @@ def write_as_f32(source: Path, target: Path) -> Path:
     for name, entry in reader.fields.items():
         if name.startswith("GGUF.") or name in skipped:
             continue
+        if name.startswith("tokenizer.") and not vocabulary:
+            continue
         value: Any = entry.contents()
         sub_type = entry.types[-1] if entry.types[0] == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(name, value, entry.types[0], sub_type=sub_type)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    if not vocabulary:
+        writer.add_tokenizer_model("none")
+        key = f"{arch}.vocab_size"
+        if key not in reader.fields:
+            (embeddings,) = (tensor for tensor in reader.tensors if tensor.name == "token_embd.weight")
+            writer.add_vocab_size(int(embeddings.shape[1]))
     for tensor in reader.tensors:
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
         writer.add_tensor(tensor.name, np.ascontiguousarray(values, dtype=np.float32))

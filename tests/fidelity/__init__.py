@@ -1,0 +1,1 @@
+"""llamatap beside transformers, on the same weights."""
