@@ -46,6 +46,7 @@ class Recorder : public DecodeObserver {
 
   bool needs_last_block(int32_t row) const override;
   bool stop_keeps_memory() const override;
+  bool all_finite() const override { return all_finite_; }
   void begin(const Piece& piece) override;
   void begin_graph(const Graph& graph) override;
   bool wants(const ggml_tensor* node) override;
@@ -63,6 +64,7 @@ class Recorder : public DecodeObserver {
   std::vector<RowTarget> targets_;
   bool any_cropped_ = false;
   int32_t last_slot_ = -1;
+  bool all_finite_ = true;
 
   const Piece* piece_ = nullptr;
   std::vector<size_t> next_;  // by slot: how many rows of the piece have come

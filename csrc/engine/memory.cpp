@@ -74,7 +74,7 @@ void Context::memory_copy(int32_t from, int32_t to, int32_t p0, int32_t p1) {
   check_sequence(to);
   check_range(p0, p1);
   auto* memory = memory_of(context_.get());
-  if (from == to) return;
+  if (from == to || (p0 >= 0 && p0 == p1)) return;
   const bool whole = p0 <= 0 && (p1 < 0 || p1 > llama_memory_seq_pos_max(memory, from));
   if (!whole && (!options_.kv_unified || model_->is_recurrent() || model_->is_hybrid())) {
     throw Unsupported(
@@ -82,6 +82,8 @@ void Context::memory_copy(int32_t from, int32_t to, int32_t p0, int32_t p1) {
         "without "
         "recurrent state");
   }
+  // Two entries of one sequence at one position would both be attended to.
+  llama_memory_seq_rm(memory, to, whole ? -1 : p0, whole ? -1 : p1);
   llama_memory_seq_cp(memory, from, to, whole ? -1 : p0, whole ? -1 : p1);
   internals::apply_memory_updates(context_.get());
 }
@@ -100,7 +102,7 @@ void Context::memory_shift(int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
   check_sequence(seq);
   check_range(p0, p1);
   auto* memory = memory_of(context_.get());
-  if (!llama_memory_can_shift(memory)) {
+  if (!llama_memory_can_shift(memory) || !internals::can_shift(model_->handle())) {
     throw Unsupported("the memory of " + model_->arch() + " cannot move positions");
   }
   const int32_t first = llama_memory_seq_pos_min(memory, seq);
