@@ -20,8 +20,8 @@ PYTHON = ROOT / ".venv" / "bin" / "python"
 
 HEAD = """# Mutations
 
-Made by `python tools/mutate.py`: each line is one place of the code, broken on purpose, and the first test that
-failed for it.
+Made by `python tools/mutate.py`: each line is one place of the code, broken on purpose, and the first test
+that failed for it.
 
 | what is broken | where | the test that fails |
 | --- | --- | --- |

@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <chrono>
+#include <limits>
 #include <memory>
 #include <string>
 #include <thread>
@@ -73,6 +74,26 @@ Pooling parse_pooling(const std::string& name);
 py::array view_of(const std::shared_ptr<Block>& block, const std::vector<py::ssize_t>& shape, DType dtype,
                   bool writable);
 
+/// An integer of Python's or NumPy's, which may be of any size: one that 64 bits do not hold becomes the
+/// nearest that they do, so that range checks speak of it. Neither a bool nor a number with a fraction.
+struct Integer {
+  int64_t value = 0;
+};
+
+/// Takes two ways out of a class: an object made without __init__ would be memory that nobody wrote, and
+/// old pickle protocols call the base class of all bindings, which ends the process.
+template <typename Class>
+void seal(Class& bound) {
+  using Type = typename Class::type;
+  py::detail::get_type_info(typeid(Type), /*throw_if_missing=*/true)->operator_new = [](size_t) -> void* {
+    throw py::type_error("__init__() of this object was never called");
+  };
+  bound.def("__reduce__", [](const py::object& self) -> py::object {
+    throw py::type_error(py::type::of(self).attr("__name__").cast<std::string>() +
+                         " objects cannot be copied or pickled");
+  });
+}
+
 /// A C-contiguous array of int32, taken as it is.
 using Ints = py::array_t<int32_t, py::array::c_style>;
 
@@ -85,3 +106,31 @@ inline Ints to_array(const std::vector<int32_t>& values) {
 }
 
 }  // namespace llamatap::bind
+
+namespace pybind11::detail {
+
+template <>
+struct type_caster<llamatap::bind::Integer> {
+  PYBIND11_TYPE_CASTER(llamatap::bind::Integer, const_name("typing.SupportsIndex"));
+
+  bool load(handle source, bool) {
+    if (!source || PyBool_Check(source.ptr()) || !PyIndex_Check(source.ptr())) return false;
+    const auto number = reinterpret_steal<object>(PyNumber_Index(source.ptr()));
+    if (!number) {
+      PyErr_Clear();
+      return false;
+    }
+    int overflow = 0;
+    const long long found = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
+    value.value = overflow > 0   ? std::numeric_limits<int64_t>::max()
+                  : overflow < 0 ? std::numeric_limits<int64_t>::min()
+                                 : int64_t{found};
+    return true;
+  }
+
+  static handle cast(const llamatap::bind::Integer& source, return_value_policy, handle) {
+    return PyLong_FromLongLong(source.value);
+  }
+};
+
+}  // namespace pybind11::detail

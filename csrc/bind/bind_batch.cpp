@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "bind/bind.hpp"
@@ -9,7 +10,7 @@ namespace llamatap::bind {
 
 namespace {
 
-using Sequences = std::variant<int64_t, std::vector<int64_t>>;
+using Sequences = std::variant<Integer, std::vector<Integer>>;
 
 /// Python's integers are of any size: what does not fit is said by name rather than as a TypeError.
 int32_t narrow(int64_t value, const char* what) {
@@ -19,10 +20,12 @@ int32_t narrow(int64_t value, const char* what) {
   return static_cast<int32_t>(value);
 }
 
+int32_t narrow(Integer value, const char* what) { return narrow(value.value, what); }
+
 std::vector<int32_t> as_list(const Sequences& sequences) {
-  if (const auto* one = std::get_if<int64_t>(&sequences)) return {narrow(*one, "sequence id")};
+  if (const auto* one = std::get_if<Integer>(&sequences)) return {narrow(*one, "sequence id")};
   std::vector<int32_t> result;
-  for (const int64_t seq : std::get<std::vector<int64_t>>(sequences)) {
+  for (const Integer seq : std::get<std::vector<Integer>>(sequences)) {
     const int32_t id = narrow(seq, "sequence id");
     if (std::find(result.begin(), result.end(), id) != result.end()) {
       throw InvalidInput("sequence id " + std::to_string(id) + " is given twice");
@@ -35,22 +38,25 @@ std::vector<int32_t> as_list(const Sequences& sequences) {
 }  // namespace
 
 void register_batch(py::module_& module) {
-  py::class_<Batch>(module, "Batch",
-                    R"(What one decode is given: entries of (token, position, sequence, output flag).
+  py::class_<Batch> batch(module, "Batch",
+                          R"(What one decode is given: entries of (token, position, sequence, output flag).
 
 Rows of states and logits are numbered as the entries are, whatever order the engine computes them in.
-A batch holds token ids, or, when made with ``n_embd``, embeddings in their place.)")
-      .def(py::init([](int32_t n_embd) {
-             if (n_embd < 0) throw InvalidInput("n_embd must not be negative");
-             return Batch(n_embd);
+A batch holds token ids, or, when made with ``n_embd``, embeddings in their place.)");
+  seal(batch);
+  batch
+      .def(py::init([](Integer n_embd) {
+             if (n_embd.value < 0) throw InvalidInput("n_embd must not be negative");
+             return Batch(narrow(n_embd, "n_embd"));
            }),
-           py::arg("n_embd") = 0, "An empty batch; of embeddings of that width when ``n_embd`` is not 0.")
+           py::arg("n_embd") = Integer{0},
+           "An empty batch; of embeddings of that width when ``n_embd`` is not 0.")
       .def(
           "add",
-          [](Batch& batch, int64_t token, int64_t pos, const Sequences& seq, bool output) {
+          [](Batch& batch, Integer token, Integer pos, const Sequences& seq, bool output) {
             batch.add(narrow(token, "token id"), narrow(pos, "position"), as_list(seq), output);
           },
-          py::arg("token"), py::arg("pos"), py::arg("seq") = 0, py::arg("output") = false,
+          py::arg("token"), py::arg("pos"), py::arg("seq") = Integer{0}, py::arg("output") = false,
           R"(Append a token.
 
 :param pos: its position in the sequence, from 0.
@@ -59,32 +65,42 @@ A batch holds token ids, or, when made with ``n_embd``, embeddings in their plac
 :raises InvalidInputError: the batch holds embeddings.)")
       .def(
           "add_embedding",
-          [](Batch& batch, const py::array_t<float, py::array::c_style>& values, int64_t pos,
+          [](Batch& batch, const py::array_t<float, py::array::c_style>& values, Integer pos,
              const Sequences& seq, bool output) {
             if (values.ndim() != 1 || values.size() != batch.n_embd()) {
               throw InvalidInput("expected a vector of " + std::to_string(batch.n_embd()) +
                                  " float32 values, found " + std::to_string(values.size()) + " in " +
                                  std::to_string(values.ndim()) + " dimensions");
             }
+            const float* end = values.data() + values.size();
+            const float* wrong =
+                std::find_if(values.data(), end, [](float value) { return !std::isfinite(value); });
+            if (wrong != end) {
+              // In a memory they would come to sequences that have nothing to do with this one.
+              throw InvalidInput("value " + std::to_string(wrong - values.data()) +
+                                 " of the embedding is not finite");
+            }
             batch.add_embedding(values.data(), narrow(pos, "position"), as_list(seq), output);
           },
-          py::arg("values").noconvert(), py::arg("pos"), py::arg("seq") = 0, py::arg("output") = false,
+          py::arg("values").noconvert(), py::arg("pos"), py::arg("seq") = Integer{0},
+          py::arg("output") = false,
           R"(Append an embedding in place of a token.
 
 :param values: float32[n_embd], C-contiguous; copied.
-:raises InvalidInputError: another width, or the batch holds tokens.)")
+:raises InvalidInputError: another width, NaN or infinity among the values, or the batch holds tokens.)")
       .def_static(
           "of",
-          [](const std::vector<int64_t>& tokens, int64_t seq, int64_t pos0) {
+          [](const std::vector<Integer>& tokens, Integer seq, Integer pos0) {
             Batch batch;
             const std::vector<int32_t> sequences{narrow(seq, "sequence id")};
+            const int64_t first = narrow(pos0, "position");
             for (size_t i = 0; i < tokens.size(); ++i) {
-              const int32_t position = narrow(pos0 + static_cast<int64_t>(i), "position");
+              const int32_t position = narrow(first + static_cast<int64_t>(i), "position");
               batch.add(narrow(tokens[i], "token id"), position, sequences, i + 1 == tokens.size());
             }
             return batch;
           },
-          py::arg("tokens"), py::arg("seq") = 0, py::arg("pos0") = 0,
+          py::arg("tokens"), py::arg("seq") = Integer{0}, py::arg("pos0") = Integer{0},
           R"(A batch of consecutive tokens of one sequence; the last one is an output.
 
 :param tokens: token ids.

@@ -48,16 +48,17 @@ void register_capture(py::module_& module) {
       py::arg("shape"), py::arg("dtype"),
       "A writable array in memory of our own, aligned to 64 bytes, not initialised; bfloat16 as uint16.");
 
-  py::class_<LayerMap, std::shared_ptr<LayerMap>>(
-      module, "LayerMap", "Which node of the engine's graph gives each layer of a model.")
-      .def_static(
-          "resolve",
-          [](const std::shared_ptr<Model>& model) {
-            const GilReleased released;
-            // Bound as a holder of non-const; nothing in it can be changed from Python.
-            return std::const_pointer_cast<LayerMap>(LayerMap::resolve(model));
-          },
-          py::arg("model"))
+  py::class_<LayerMap, std::shared_ptr<LayerMap>> map(
+      module, "LayerMap", "Which node of the engine's graph gives each layer of a model.");
+  seal(map);
+  map.def_static(
+         "resolve",
+         [](const std::shared_ptr<Model>& model) {
+           const GilReleased released;
+           // Bound as a holder of non-const; nothing in it can be changed from Python.
+           return std::const_pointer_cast<LayerMap>(LayerMap::resolve(model));
+         },
+         py::arg("model"))
       .def_property_readonly("n_layer", &LayerMap::n_layer)
       .def_property_readonly("n_embd", &LayerMap::n_embd)
       .def_property_readonly("has_memory", &LayerMap::has_memory)

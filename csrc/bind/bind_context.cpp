@@ -14,7 +14,7 @@ using ConstMap = std::shared_ptr<LayerMap>;
 /// (tokens, begin, end, pooling, out as bytes)
 using Job = std::tuple<Ints, int32_t, int32_t, std::string, Bytes>;
 
-void run_extract(Context& context, const ConstMap& map, const std::vector<int32_t>& slots,
+bool run_extract(Context& context, const ConstMap& map, const std::vector<int32_t>& slots,
                  const std::string& dtype_name, const std::vector<Job>& given) {
   const DType dtype = parse_dtype(dtype_name);
   std::vector<ExtractJob> jobs;
@@ -33,7 +33,7 @@ void run_extract(Context& context, const ConstMap& map, const std::vector<int32_
   const Poll poll = signal_poll();
   // `given` holds the arrays until this returns; no Python object is touched in between.
   const GilReleased released;
-  extract(context, map, slots, dtype, jobs, poll);
+  return extract(context, map, slots, dtype, jobs, poll);
 }
 
 TapWay parse_way(const std::string& name) {
@@ -65,7 +65,9 @@ std::tuple<py::array, Ints> run_tapped(Context& context, const ConstMap& map,
 }  // namespace
 
 void register_context(py::module_& module) {
-  py::class_<Context>(module, "Context", "A model with memory.")
+  py::class_<Context> context(module, "Context", "A model with memory.");
+  seal(context);
+  context
       .def(py::init([](const std::shared_ptr<Model>& model, uint32_t n_ctx, uint32_t n_batch,
                        uint32_t n_ubatch, uint32_t n_seq_max, uint32_t n_rs_seq, uint32_t n_outputs_max,
                        int32_t n_threads, const std::string& type_k, const std::string& type_v,
@@ -104,7 +106,9 @@ void register_context(py::module_& module) {
            "callback, hooks, or automatic: the faster one.")
       .def("extract", &run_extract, py::arg("map"), py::arg("slots"), py::arg("dtype"),
            py::arg("jobs").noconvert(),
-           "Capture without logits: jobs are (tokens, begin, end, pooling, out as bytes), a sequence each.")
+           "Capture without logits: jobs are (tokens, begin, end, pooling, out as bytes), a sequence each. "
+           "Returns "
+           "whether all values of the last wanted layer are finite.")
       .def(
           "logits",
           [](const Context& context, int32_t row) {

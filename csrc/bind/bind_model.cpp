@@ -45,7 +45,9 @@ void register_model(py::module_& module) {
       },
       py::arg("path"), "The metadata of a GGUF file, without arrays of more than 1,024 elements.");
 
-  py::class_<Model, std::shared_ptr<Model>>(module, "Model", "A loaded model.")
+  py::class_<Model, std::shared_ptr<Model>> model(module, "Model", "A loaded model.");
+  seal(model);
+  model
       .def_static(
           "load",
           [](const py::bytes& given_path, int32_t n_gpu_layers, bool use_mmap, bool load_mtp, bool vocab_only,

@@ -6,7 +6,9 @@
 namespace llamatap::bind {
 
 void register_sampler(py::module_& module) {
-  py::class_<Sampler>(module, "Sampler", "The engine's sampler chain.")
+  py::class_<Sampler> sampler(module, "Sampler", "The engine's sampler chain.");
+  seal(sampler);
+  sampler
       .def(py::init([](const std::shared_ptr<Model>& model, float temperature, int32_t top_k, float top_p,
                        float min_p, float repeat_penalty, float frequency_penalty, float presence_penalty,
                        int32_t penalty_last_n, uint32_t seed) {

@@ -4,7 +4,7 @@
 
 namespace llamatap {
 
-void extract(Context& context, const std::shared_ptr<const LayerMap>& map, const std::vector<int32_t>& slots,
+bool extract(Context& context, const std::shared_ptr<const LayerMap>& map, const std::vector<int32_t>& slots,
              DType dtype, const std::vector<ExtractJob>& jobs, const Poll& poll) {
   const size_t row_bytes = slots.size() * static_cast<size_t>(map->n_embd()) * item_size(dtype);
   const bool past_only = context.causal() && context.has_memory();
@@ -46,6 +46,7 @@ void extract(Context& context, const std::shared_ptr<const LayerMap>& map, const
     if (job.pooling == Pooling::none) continue;
     pools[next++]->write(static_cast<size_t>(job.end - job.begin), dtype, job.out);
   }
+  return recorder.all_finite();
 }
 
 }  // namespace llamatap

@@ -19,8 +19,9 @@ struct ExtractJob {
 };
 
 /// Computes the prompts together, each as a sequence of its own, no further than the last wanted layer,
-/// and writes the wanted rows. The context must be empty and is empty afterwards, whatever happens.
-void extract(Context& context, const std::shared_ptr<const LayerMap>& map, const std::vector<int32_t>& slots,
+/// and writes the wanted rows. The context must be empty and is empty afterwards, whatever happens. False
+/// when NaN or infinity came by: then the other prompts may have it from one of them.
+bool extract(Context& context, const std::shared_ptr<const LayerMap>& map, const std::vector<int32_t>& slots,
              DType dtype, const std::vector<ExtractJob>& jobs, const Poll& poll);
 
 }  // namespace llamatap

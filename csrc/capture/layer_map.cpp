@@ -212,8 +212,7 @@ std::shared_ptr<const LayerMap> LayerMap::resolve(const std::shared_ptr<Model>& 
     const bool hooked = slot < n_layer && !cropped && graph.hooked_input(slot) == stream;
     sources.push_back({node_name(*stream), cropped, hooked});
   }
-  return std::shared_ptr<const LayerMap>(
-      new LayerMap(std::move(sources), model->n_embd(), context));
+  return std::shared_ptr<const LayerMap>(new LayerMap(std::move(sources), model->n_embd(), context));
 }
 
 }  // namespace llamatap

@@ -5,11 +5,28 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "engine/error.hpp"
 
 namespace llamatap {
+
+namespace {
+
+bool is_finite(const float* values, size_t count) {
+  // By bits, which vectorises: NaN and infinity have all bits of the exponent set.
+  constexpr uint32_t kExponent = 0x7f800000;
+  bool found = false;
+  for (size_t i = 0; i < count; ++i) {
+    uint32_t bits = 0;
+    std::memcpy(&bits, values + i, sizeof bits);
+    found |= (bits & kExponent) == kExponent;
+  }
+  return !found;
+}
+
+}  // namespace
 
 Pool::Pool(Pooling kind, size_t width)
     : kind_(kind), values_(width, kind == Pooling::max ? -std::numeric_limits<double>::infinity() : 0.0) {}
@@ -136,6 +153,10 @@ void Recorder::copy(int32_t slot, const ggml_tensor& node) {
       ggml_backend_tensor_get_2d(&node, staging_.data(), 0, stride, count, node.nb[1], stride);
     }
     data = reinterpret_cast<const char*>(staging_.data());
+  }
+  // What an earlier block made of a row is still in it here.
+  for (size_t i = 0; slot == last_slot_ && i < count; ++i) {
+    all_finite_ = all_finite_ && is_finite(reinterpret_cast<const float*>(data + i * stride), width);
   }
   deliver(slot, data, stride, count);
 }

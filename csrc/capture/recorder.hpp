@@ -47,6 +47,7 @@ class Recorder : public DecodeObserver {
 
   bool needs_last_block(int32_t row) const override;
   bool stop_keeps_memory() const override;
+  bool all_finite() const override { return all_finite_; }
   void begin(const Piece& piece) override;
   void begin_graph(const Graph& graph) override;
   const std::vector<int32_t>& hooked_layers() const override { return hooked_layers_; }
@@ -69,6 +70,7 @@ class Recorder : public DecodeObserver {
   bool any_cropped_ = false;
   int32_t last_slot_ = -1;
   std::vector<int32_t> hooked_layers_;
+  bool all_finite_ = true;
 
   const Piece* piece_ = nullptr;
   std::vector<size_t> next_;  // by slot: how many rows of the piece have come

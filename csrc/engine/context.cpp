@@ -218,6 +218,11 @@ void Context::validate(const Batch& batch) const {
     }
     const auto& sequences = batch.sequences()[row];
     if (sequences.empty()) throw InvalidInput(where + "it belongs to no sequence");
+    if (sequences.size() > 1 && !shares_entries()) {
+      throw InvalidInput(where +
+                         "it belongs to several sequences, which takes kv_unified=True and a model with " +
+                         "attention; add it once for each");
+    }
     for (const int32_t seq : sequences) {
       if (seq < 0 || seq >= static_cast<int32_t>(options_.n_seq_max)) {
         throw InvalidInput(where + "sequence id " + std::to_string(seq) + " is not in 0.." +
@@ -369,13 +374,18 @@ void Context::decode_scratch(const Batch& batch, DecodeObserver& observer, const
   }
   struct Clear {
     Context& context;
+    bool all_finite = false;
     ~Clear() {
       context.logit_rows_.clear();
-      if (!context.broken_ && context.has_memory()) context.clear_memory();
+      if (context.broken_ || !context.has_memory()) return;
+      context.clear_memory();
+      // Some kernels multiply what is masked by 0 rather than leave it out, which NaN survives.
+      if (!all_finite) llama_memory_clear(llama_get_memory(context.context_.get()), /*data=*/true);
     }
   };
-  const Clear clear{*this};
+  Clear clear{*this};
   compute(batch, &observer, /*memory_is_scratch=*/true, poll);
+  clear.all_finite = observer.all_finite();
 }
 
 void Context::compute(const Batch& batch, DecodeObserver* observer, bool memory_is_scratch,

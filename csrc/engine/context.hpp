@@ -54,6 +54,8 @@ class DecodeObserver {
   virtual bool needs_last_block(int32_t row) const = 0;
   /// Whether ending a piece after the last wanted node leaves nothing uncomputed that the memory keeps.
   virtual bool stop_keeps_memory() const = 0;
+  /// Whether what came by so far is free of NaN and infinity.
+  virtual bool all_finite() const = 0;
   virtual void begin(const Piece& piece) = 0;
   /// The layers whose inputs the hooks shall copy: those of which LayerSource::hooked is known. When there
   /// are any, the callback is not used.
@@ -91,6 +93,11 @@ class Context {
   bool at_once() const { return !has_memory() || !causal(); }
   /// Whether past tokens are kept. Models without causal attention see one batch at a time.
   bool has_memory() const;
+
+  /// Whether an entry of a batch may belong to several sequences.
+  bool shares_entries() const {
+    return options_.kv_unified && (!model_->is_recurrent() || model_->is_hybrid());
+  }
 
   /// Computes the batch, in as many engine calls as its size and the observer's wishes take. On any
   /// error the memory is as before, except that a sequence is dropped whole where the memory cannot give

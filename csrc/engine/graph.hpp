@@ -23,7 +23,8 @@ class Graph {
   /// itself when it is none.
   const ggml_tensor* original(const ggml_tensor* tensor) const;
 
-  /// What the token embeddings, or those in their place, enter the model by; null where the engine does not say.
+  /// What the token embeddings, or those in their place, enter the model by; null where the engine does not
+  /// say.
   const ggml_tensor* embeddings() const;
 
   /// What the engine's own hook gives as the input of a block; null where the architecture has no hook.

@@ -78,6 +78,18 @@ int32_t position_limit(const llama_model* model) {
 
 bool has_experts(const llama_model* model) { return model->hparams.n_expert > 0; }
 
+bool can_shift(const llama_model* model) {
+  const auto& hparams = model->hparams;
+  if (llama_model_is_recurrent(model)) return true;
+  bool sliding = false;
+  bool full = false;
+  for (uint32_t layer = 0; layer < hparams.n_layer(); ++layer) {
+    if (hparams.is_recr(layer) || !hparams.has_kv(layer)) continue;
+    (hparams.is_swa(layer) ? sliding : full) = true;
+  }
+  return hparams.swa_type == LLAMA_SWA_TYPE_NONE ? sliding || full : sliding && full;
+}
+
 int32_t n_splits(const llama_context* context) {
   return ggml_backend_sched_get_n_splits(context->get_sched());
 }

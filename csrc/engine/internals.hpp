@@ -25,6 +25,9 @@ int32_t position_limit(const llama_model* model);
 
 bool has_experts(const llama_model* model);
 
+/// Whether each cache of the memory has layers: of one without, moving positions ends the process.
+bool can_shift(const llama_model* model);
+
 /// In how many parts, each on one back end, the scheduler computes the current graph.
 int32_t n_splits(const llama_context* context);
 

@@ -2,6 +2,7 @@
 
 #include <ggml-backend.h>
 #include <llama.h>
+#include <pthread.h>
 
 #include <deque>
 #include <mutex>
@@ -59,7 +60,12 @@ struct LogSink {
   }
 };
 
-void install_log_sink() { llama_log_set(&LogSink::on_log, nullptr); }
+void install_log_sink() {
+  llama_log_set(&LogSink::on_log, nullptr);
+  // A fork while another thread logs would leave the child a mutex that nobody unlocks.
+  static const auto unlock = [] { LogSink::instance().mutex.unlock(); };
+  pthread_atfork([] { LogSink::instance().mutex.lock(); }, unlock, unlock);
+}
 
 std::vector<LogLine> drain_log() {
   auto& sink = LogSink::instance();

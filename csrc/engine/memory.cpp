@@ -110,11 +110,8 @@ void Context::memory_copy(int32_t from, int32_t to, int32_t p0, int32_t p1) {
   check_sequence(to);
   check_range(p0, p1);
   auto* memory = memory_of(context_.get());
-  if (from == to) return;
-  if (!held_[to].empty()) {
-    throw InvalidInput("sequence " + std::to_string(to) + " holds tokens; remove them before copying to it");
-  }
   const auto range = range_of(p0, p1);
+  if (from == to || range.begin == range.end) return;
   const auto part = held_[from].within(range);
   const bool whole = part.count() == held_[from].count();
   if (!whole && (!options_.kv_unified || model_->is_recurrent() || model_->is_hybrid())) {
@@ -122,8 +119,15 @@ void Context::memory_copy(int32_t from, int32_t to, int32_t p0, int32_t p1) {
         "only a whole sequence can be copied in this context; a part needs kv_unified=True and a model "
         "without recurrent state");
   }
+  // Two entries of one sequence at one position would both be attended to.
+  if (whole) {
+    drop(to);
+  } else {
+    llama_memory_seq_rm(memory, to, p0, p1);
+    held_[to].remove(range);
+  }
   llama_memory_seq_cp(memory, from, to, whole ? -1 : p0, whole ? -1 : p1);
-  held_[to] = part;
+  for (const auto& copied : part.ranges()) held_[to].add(copied);
   internals::apply_memory_updates(context_.get());
 }
 
@@ -142,7 +146,7 @@ void Context::memory_shift(int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
   check_sequence(seq);
   check_range(p0, p1);
   auto* memory = memory_of(context_.get());
-  if (!llama_memory_can_shift(memory)) {
+  if (!llama_memory_can_shift(memory) || !internals::can_shift(model_->handle())) {
     throw Unsupported("the memory of " + model_->arch() + " cannot move positions");
   }
   auto& held = held_[seq];

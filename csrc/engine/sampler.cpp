@@ -2,6 +2,7 @@
 
 #include <llama.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "engine/error.hpp"
@@ -9,6 +10,9 @@
 namespace llamatap {
 
 namespace {
+
+// More would be a buffer of gigabytes.
+constexpr int32_t kMostRecent = 1 << 20;
 
 void require(bool good, const char* what) {
   if (!good) throw InvalidInput(what);
@@ -31,7 +35,8 @@ Sampler::Sampler(std::shared_ptr<Model> model, const SamplerOptions& options)
           "repeat_penalty must be above 0");
   require(std::isfinite(options.frequency_penalty), "frequency_penalty must be finite");
   require(std::isfinite(options.presence_penalty), "presence_penalty must be finite");
-  require(options.penalty_last_n >= 0, "penalty_last_n must not be negative (0: no penalties)");
+  require(options.penalty_last_n >= 0 && options.penalty_last_n <= kMostRecent,
+          "penalty_last_n must be in 0..1048576 (0: no penalties)");
 
   const auto add = [&](llama_sampler* sampler) { llama_sampler_chain_add(chain_.get(), sampler); };
   const bool penalties =
@@ -57,10 +62,19 @@ int32_t Sampler::sample(const float* logits, int32_t n_vocab) {
                        std::to_string(n_vocab));
   }
   std::vector<llama_token_data> candidates(static_cast<size_t>(n_vocab));
+  float largest = -1;  // of the absolute values; -infinity rules a token out
   for (int32_t token = 0; token < n_vocab; ++token) {
-    if (std::isnan(logits[token]))
-      throw InvalidInput("the logits hold NaN (token " + std::to_string(token) + ")");
-    candidates[token] = {token, logits[token], 0.0F};
+    const float logit = logits[token];
+    if (std::isnan(logit) || (std::isinf(logit) && logit > 0)) {
+      throw InvalidInput("the logits hold NaN or infinity (token " + std::to_string(token) + ")");
+    }
+    if (std::isfinite(logit)) largest = std::max(largest, std::abs(logit));
+    candidates[token] = {token, logit, 0.0F};
+  }
+  if (largest < 0) throw InvalidInput("the logits leave no token possible: all are -infinity");
+  if (options_.temperature > 0 && !std::isfinite(largest / options_.temperature)) {
+    throw InvalidInput("logits up to " + std::to_string(largest) +
+                       " overflow when divided by the temperature; 0 takes the most likely token");
   }
   llama_token_data_array array{candidates.data(), candidates.size(), -1, false};
   llama_sampler_apply(chain_.get(), &array);

@@ -41,6 +41,7 @@ class Model:
         """
         Load a GGUF file. `progress(fraction)` is called about every 50 ms.
         """
+    def __reduce__(self) -> typing.Any: ...
     def chat_template(self, name: str | None = None) -> str | None: ...
     def detokenize(
         self, tokens: numpy.typing.NDArray[numpy.int32], remove_special: bool, unparse_special: bool
@@ -109,9 +110,9 @@ class Batch:
     """
     @staticmethod
     def of(
-        tokens: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
-        seq: typing.SupportsInt | typing.SupportsIndex = 0,
-        pos0: typing.SupportsInt | typing.SupportsIndex = 0,
+        tokens: collections.abc.Sequence[typing.SupportsIndex],
+        seq: typing.SupportsIndex = 0,
+        pos0: typing.SupportsIndex = 0,
     ) -> Batch:
         """
         A batch of consecutive tokens of one sequence; the last one is an output.
@@ -119,18 +120,17 @@ class Batch:
         :param tokens: token ids.
         :param pos0: the position of the first one.
         """
-    def __init__(self, n_embd: typing.SupportsInt | typing.SupportsIndex = 0) -> None:
+    def __init__(self, n_embd: typing.SupportsIndex = 0) -> None:
         """
         An empty batch; of embeddings of that width when ``n_embd`` is not 0.
         """
     def __len__(self) -> int: ...
+    def __reduce__(self) -> typing.Any: ...
     def add(
         self,
-        token: typing.SupportsInt | typing.SupportsIndex,
-        pos: typing.SupportsInt | typing.SupportsIndex,
-        seq: typing.SupportsInt
-        | typing.SupportsIndex
-        | collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = 0,
+        token: typing.SupportsIndex,
+        pos: typing.SupportsIndex,
+        seq: typing.SupportsIndex | collections.abc.Sequence[typing.SupportsIndex] = 0,
         output: bool = False,
     ) -> None:
         """
@@ -144,17 +144,15 @@ class Batch:
     def add_embedding(
         self,
         values: numpy.typing.NDArray[numpy.float32],
-        pos: typing.SupportsInt | typing.SupportsIndex,
-        seq: typing.SupportsInt
-        | typing.SupportsIndex
-        | collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = 0,
+        pos: typing.SupportsIndex,
+        seq: typing.SupportsIndex | collections.abc.Sequence[typing.SupportsIndex] = 0,
         output: bool = False,
     ) -> None:
         """
         Append an embedding in place of a token.
 
         :param values: float32[n_embd], C-contiguous; copied.
-        :raises InvalidInputError: another width, or the batch holds tokens.
+        :raises InvalidInputError: another width, NaN or infinity among the values, or the batch holds tokens.
         """
     def clear(self) -> None:
         """
@@ -192,8 +190,16 @@ class LayerMap:
     """
     @staticmethod
     def resolve(model: Model) -> LayerMap: ...
+    def __reduce__(self) -> typing.Any: ...
+    @property
+    def at_once(self) -> bool: ...
     @property
     def has_memory(self) -> bool: ...
+    @property
+    def hooked(self) -> list[bool]:
+        """
+        By slot: whether the engine's own hook gives the same node.
+        """
     @property
     def n_embd(self) -> int: ...
     @property
@@ -227,6 +233,7 @@ class Context:
         kv_unified: bool,
         swa_full: bool,
     ) -> None: ...
+    def __reduce__(self) -> typing.Any: ...
     def decode(self, batch: Batch) -> None: ...
     def decode_tapped(
         self,
@@ -235,9 +242,10 @@ class Context:
         dtype: str,
         outputs_only: bool,
         batch: Batch,
+        way: str = "automatic",
     ) -> tuple[numpy.ndarray[typing.Any, numpy.dtype[typing.Any]], numpy.typing.NDArray[numpy.int32]]:
         """
-        Decode and capture: (array [rows, n_slots, n_embd], int32 token ids of the rows).
+        Decode and capture: (array [rows, n_slots, n_embd], int32 token ids of the rows). `way` is callback, hooks, or automatic: the faster one.
         """
     def extract(
         self,
@@ -247,9 +255,9 @@ class Context:
         jobs: list[
             tuple[numpy.typing.NDArray[numpy.int32], int, int, str, numpy.typing.NDArray[numpy.uint8]]
         ],
-    ) -> None:
+    ) -> bool:
         """
-        Capture without logits: jobs are (tokens, begin, end, pooling, out as bytes), a sequence each.
+        Capture without logits: jobs are (tokens, begin, end, pooling, out as bytes), a sequence each. Returns whether all values of the last wanted layer are finite.
         """
     def logits(
         self, row: typing.SupportsInt | typing.SupportsIndex
@@ -315,6 +323,7 @@ class Sampler:
         penalty_last_n: typing.SupportsInt | typing.SupportsIndex,
         seed: typing.SupportsInt | typing.SupportsIndex,
     ) -> None: ...
+    def __reduce__(self) -> typing.Any: ...
     def accept(self, token: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     def reset(self) -> None: ...
     def sample(self, context: Context, row: typing.SupportsInt | typing.SupportsIndex) -> int: ...

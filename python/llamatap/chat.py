@@ -12,6 +12,10 @@ from llamatap.errors import InvalidInputError
 __all__ = ["render"]
 
 
+# What foreign code in a sandbox may come to.
+_FAILURES = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError)
+
+
 def _raise_exception(message: str) -> NoReturn:
     raise InvalidInputError(f"the chat template refuses these messages: {message}")
 
@@ -59,5 +63,5 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: An
         )
     except InvalidInputError:
         raise
-    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+    except (TemplateError, *_FAILURES) as error:
         raise InvalidInputError(f"the chat template failed: {error}") from error

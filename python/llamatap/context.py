@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Literal, TypedDict
 
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from llamatap import layers as layer_ids
+from llamatap._check import NotCopied, flag, instance, integer
 from llamatap._native import _core, default_threads, flush_log
 from llamatap.errors import ClosedError, InvalidInputError
 from llamatap.layers import LayerId
@@ -45,15 +45,12 @@ class ContextOptions(TypedDict, total=False):
     n_outputs_max: int
 
 
-def _count(name: str, value: int, low: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise InvalidInputError(f"{name} must be an integer, not {value!r}")
-    if not low <= value <= 2**31 - 1:
-        raise InvalidInputError(f"{name} must be in {low}..2**31-1, not {value}")
-    return int(value)
+def _cache_type(name: str, value: str) -> str:
+    instance(name, value, str)
+    return value
 
 
-class Memory:
+class Memory(NotCopied):
     """What a context remembers of its sequences: the KV cache, or the state of recurrent models.
 
     Ranges of positions are half-open, ``[p0, p1)``; None stands for the start and for the end.
@@ -72,52 +69,78 @@ class Memory:
         :raises UnsupportedError: the memory cannot forget a part: a recurrent model's, or a sliding
             window's without ``swa_full``.
         """
-        self._context.native.memory_remove(seq, _position(p0), _position(p1))
+        self._context.native.memory_remove(_sequence(seq), _position(p0), _position(p1))
 
     def copy(self, source: int, target: int, p0: int | None = None, p1: int | None = None) -> None:
-        """Let ``target`` have the positions ``[p0, p1)`` of ``source`` too.
+        """Let ``target`` have the positions ``[p0, p1)`` of ``source`` too, in place of what it has there;
+        of a whole sequence, in place of all that it has.
 
         :raises UnsupportedError: a part of a sequence, where only a whole one can be copied.
         """
-        self._context.native.memory_copy(source, target, _position(p0), _position(p1))
+        self._context.native.memory_copy(_sequence(source), _sequence(target), _position(p0), _position(p1))
 
     def keep(self, seq: int) -> None:
         """Forget all sequences but one."""
-        self._context.native.memory_keep(seq)
+        self._context.native.memory_keep(_sequence(seq))
 
     def shift(self, seq: int, p0: int | None, p1: int | None, delta: int) -> None:
-        """Move the positions ``[p0, p1)`` of a sequence by ``delta``.
+        """Move the positions ``[p0, p1)`` of a sequence by ``delta``. What it shares with others
+        (:meth:`copy`, batches of several sequences) moves in them too.
 
         :raises UnsupportedError: the model's positions cannot be moved.
         """
-        self._context.native.memory_shift(seq, _position(p0), _position(p1), delta)
+        self._context.native.memory_shift(
+            _sequence(seq), _position(p0), _position(p1), integer("delta", delta)
+        )
 
     def first(self, seq: int) -> int:
         """The first position of a sequence in memory; -1 when there is none."""
-        return self._context.native.memory_first(seq)
+        return self._context.native.memory_first(_sequence(seq))
 
     def last(self, seq: int) -> int:
         """The last position of a sequence in memory; -1 when there is none."""
-        return self._context.native.memory_last(seq)
+        return self._context.native.memory_last(_sequence(seq))
 
 
 def _position(position: int | None) -> int:
     if position is None:
         return -1
-    return _count("a position", position, 0)
+    return integer("a position", position, 0)
 
 
-class Tap:
-    """Captures the states of each decode of a context while it is open; see :meth:`Context.tap`."""
+def _sequence(seq: int) -> int:
+    return integer("a sequence id", seq)
+
+
+class Tap(NotCopied):
+    """Captures the states of each decode of a context while a ``with`` block has it open; see
+    :meth:`Context.tap`. It may be opened again later."""
 
     def __init__(
-        self, layers: tuple[LayerId, ...], rows: Literal["all", "outputs"], dtype: str, n_layer: int
+        self, context: Context, layers: tuple[LayerId, ...], rows: Literal["all", "outputs"], dtype: str
     ) -> None:
         self.layers = layers
         self.rows = rows
         self.dtype = dtype
-        self._n_layer = n_layer
+        self._context = context
         self._last: States | None = None
+
+    def __enter__(self) -> Tap:
+        self._context.native  # noqa: B018  a closed context is told now rather than at the first decode
+        if self._context._tap is not None:
+            raise InvalidInputError("a tap is open on this context already; ask it for all layers")
+        self._last = None
+        self._context._tap = self
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._context._tap is self:
+            self._context._tap = None
 
     @property
     def states(self) -> States:
@@ -131,7 +154,7 @@ class Tap:
         return self._last
 
 
-class Context:
+class Context(NotCopied):
     """A model with memory of its sequences. One thread at a time: a second one gets BusyError.
 
     :param model: kept alive by the context.
@@ -172,28 +195,29 @@ class Context:
     ) -> None:
         self._native: _core.Context | None = None
         self._tap: Tap | None = None
+        instance("model", model, Model)
         self.model = model
-        self.type_k = type_k
-        self.type_v = type_v
-        self.kv_unified = bool(kv_unified)
-        self.swa_full = bool(swa_full)
-        self.n_seq_max = _count("n_seq_max", n_seq_max, 1)
+        self.type_k = _cache_type("type_k", type_k)
+        self.type_v = _cache_type("type_v", type_v)
+        self.kv_unified = flag("kv_unified", kv_unified)
+        self.swa_full = flag("swa_full", swa_full)
+        self.n_seq_max = integer("n_seq_max", n_seq_max, 1)
         # The model's own object may be closed before this one is.
         self._loaded = model.native
         self._n_layer = model.n_layer
         try:
             self._native = _core.Context(
                 self._loaded,
-                n_ctx=_count("n_ctx", n_ctx, 0),
-                n_batch=_count("n_batch", n_batch, 1),
-                n_ubatch=_count("n_ubatch", n_ubatch, 1),
+                n_ctx=integer("n_ctx", n_ctx, 0),
+                n_batch=integer("n_batch", n_batch, 1),
+                n_ubatch=integer("n_ubatch", n_ubatch, 1),
                 n_seq_max=self.n_seq_max,
-                n_rs_seq=_count("n_rs_seq", n_rs_seq, 0),
-                n_outputs_max=_count("n_outputs_max", n_outputs_max, 0),
-                n_threads=default_threads() if n_threads is None else _count("n_threads", n_threads, 1),
+                n_rs_seq=integer("n_rs_seq", n_rs_seq, 0),
+                n_outputs_max=integer("n_outputs_max", n_outputs_max, 0),
+                n_threads=default_threads() if n_threads is None else integer("n_threads", n_threads, 1),
                 type_k=type_k,
                 type_v=type_v,
-                flash_attention=-1 if flash_attn is None else int(bool(flash_attn)),
+                flash_attention=-1 if flash_attn is None else int(flag("flash_attn", flash_attn)),
                 kv_unified=self.kv_unified,
                 swa_full=self.swa_full,
             )
@@ -296,6 +320,7 @@ class Context:
         ``memory.last(seq)`` tells.
         """
         native = self.native
+        instance("batch", batch, Batch)
         tap = self._tap
         try:
             if tap is None:
@@ -326,38 +351,30 @@ class Context:
         :param row: which entry; negative ones count from the end of the batch.
         :raises InvalidInputError: no such entry, or it was not an output.
         """
-        return self.native.logits(row)
+        return self.native.logits(integer("row", row))
 
-    @contextlib.contextmanager
     def tap(
         self,
         layers: Iterable[LayerId] | LayerId = (-2,),
         rows: Literal["all", "outputs"] = "all",
         dtype: DTypeLike | str = np.float32,
-    ) -> Iterator[Tap]:
+    ) -> Tap:
         """Capture hidden states during the decodes inside of a ``with`` block.
 
         :param layers: ids 0..n, negative from the end (-1 is H_n, pre-norm), ``"norm"`` for norm(H_n);
             any subset, in any order, repeats kept.
         :param rows: states of all entries of a batch, or of its outputs alone (cheaper for H_n).
         :param dtype: float32, float16 or bfloat16.
-        :raises InvalidInputError: a layer or dtype is wrong, or another tap is open.
+        :raises InvalidInputError: a layer or dtype is wrong; or, when it is opened, another tap is open.
 
         Logits are what they are without, but for rounding where H_n of all rows is asked for: that cuts the
         batch, so that it costs no output head on all rows.
         """
-        if rows not in ("all", "outputs"):
+        if not isinstance(rows, str) or rows not in ("all", "outputs"):
             raise InvalidInputError(f"rows must be 'all' or 'outputs', not {rows!r}")
         wanted = layer_ids.normalize(layers, self._n_layer)
-        tap = Tap(wanted, rows, dtype_name(dtype), self._n_layer)
-        if self._tap is not None:
-            raise InvalidInputError("a tap is open on this context already; ask it for all layers")
-        self.native  # noqa: B018  a closed context is told now rather than at the first decode
-        self._tap = tap
-        try:
-            yield tap
-        finally:
-            self._tap = None
+        self.native  # noqa: B018  raises when closed
+        return Tap(self, wanted, rows, dtype_name(dtype))
 
     def _fingerprint(self) -> dict[str, Any]:
         model = self._loaded
@@ -377,7 +394,7 @@ class Context:
 
     def save(self, seq: int = 0) -> bytes:
         """The memory of a sequence, to be restored into this or a like context, under any id."""
-        state = self.native.save(seq)
+        state = self.native.save(_sequence(seq))
         header = json.dumps(self._fingerprint(), sort_keys=True).encode()
         return b"".join(
             (
@@ -388,12 +405,16 @@ class Context:
             )
         )
 
-    def restore(self, seq: int, data: bytes) -> None:
+    def restore(self, seq: int, data: bytes | bytearray | memoryview) -> None:
         """Bring back what :meth:`save` gave, in place of what the sequence holds.
 
         :raises InvalidInputError: truncated or changed data, or that of another model, cache type or
             engine; the sequence is then as it was.
         """
+        native, seq = self.native, _sequence(seq)
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            raise InvalidInputError(f"a saved state is bytes, not {type(data).__name__}")
+        data = bytes(data)
         fixed = len(_STATE_MAGIC) + struct.calcsize("<IQI")
         if len(data) < fixed or not data.startswith(_STATE_MAGIC):
             raise InvalidInputError("this is no saved state of llamatap")
@@ -408,7 +429,9 @@ class Context:
             raise InvalidInputError("the saved state is damaged: its checksum does not match")
         try:
             found = json.loads(header)
-        except ValueError:
+            if not isinstance(found, dict):
+                raise ValueError
+        except (ValueError, RecursionError):
             raise InvalidInputError("the saved state is damaged: its header is unreadable") from None
         expected = self._fingerprint()
         for key, value in expected.items():
@@ -418,6 +441,6 @@ class Context:
                     f"this one's is {value!r}"
                 )
         try:
-            self.native.restore(seq, state)
+            native.restore(seq, state)
         finally:
             flush_log()

@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from llamatap import layers as layer_ids
+from llamatap._check import NotCopied, instance, integer, separate
 from llamatap._native import _core, flush_log
-from llamatap.context import Context
-from llamatap.errors import BusyError, ClosedError, ContextFullError, InvalidInputError
+from llamatap._prompts import Input, Window, bounds, is_single, out_array, prompt_tokens
+from llamatap.context import Context, ContextOptions
+from llamatap.errors import BusyError, ClosedError, ContextFullError, InvalidInputError, UnsupportedError
 from llamatap.layers import LayerId
-from llamatap.model import Model, token_array
+from llamatap.model import Model
 from llamatap.states import States, dtype_name, typed_view
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from llamatap.context import ContextOptions
-
 __all__ = ["Extractor", "Input", "Pooling", "Window", "extract"]
 
-#: A prompt: text, or token ids.
-Input: TypeAlias = "str | Sequence[int] | NDArray[np.integer[Any]]"
-#: Positions [start, stop), as of a Python slice.
-Window: TypeAlias = "tuple[int | None, int | None]"
 Pooling = Literal["mean", "last", "max"]
 
 # The most prompts of one batch. Recurrent models hold a state for each, and compute prompts of different
@@ -47,56 +44,6 @@ class _Job:
     begin: int
     end: int
     out: NDArray[Any]
-
-
-def _is_single(inputs: object) -> bool:
-    if isinstance(inputs, str):
-        return True
-    if isinstance(inputs, np.ndarray):
-        if inputs.ndim != 1:
-            raise InvalidInputError(
-                f"inputs is an array of {inputs.ndim} dimensions; give a list of its rows, without padding"
-            )
-        return True
-    if not isinstance(inputs, Sequence):
-        raise InvalidInputError(
-            f"inputs must be a str, token ids, or a list of either, not {type(inputs).__name__}"
-        )
-    if len(inputs) == 0:
-        raise InvalidInputError("inputs is empty")
-    return all(isinstance(item, (int, np.integer)) for item in inputs)
-
-
-def _check_out(out: object, shape: tuple[int, ...], dtype: str | None) -> NDArray[Any]:
-    if not isinstance(out, np.ndarray):
-        raise InvalidInputError(f"out must be a NumPy array, not {type(out).__name__}")
-    found = dtype_name(out.dtype)
-    if dtype is not None and found != dtype:
-        raise InvalidInputError(f"out is {found}, but dtype={dtype} was asked for")
-    if out.shape != shape:
-        raise InvalidInputError(f"out must have the shape {shape}, not {out.shape}")
-    if not out.flags.c_contiguous:
-        raise InvalidInputError("out must be C-contiguous")
-    if not out.flags.writeable:
-        raise InvalidInputError("out is read-only")
-    if not out.flags.aligned:
-        raise InvalidInputError("out is not aligned to its dtype")
-    return out
-
-
-def _bounds(window: Window | None, length: int) -> tuple[int, int]:
-    if window is None:
-        return 0, length
-    try:
-        start, stop = window
-        begin, end, _ = slice(start, stop).indices(length)
-    except (TypeError, ValueError):
-        raise InvalidInputError(
-            f"a window is a pair (start, stop) of integers or None, not {window!r}"
-        ) from None
-    if begin >= end:
-        raise InvalidInputError(f"window {window} holds no position of a prompt of {length} tokens")
-    return begin, end
 
 
 def _packs(lengths: Sequence[int], room: int, most: int) -> list[list[int]]:
@@ -140,15 +87,15 @@ class _Run:
         pool: Pooling | None,
         out: NDArray[Any] | Sequence[NDArray[Any]] | None,
     ) -> None:
+        if model.n_layer == 0:
+            model.layer_map  # noqa: B018  without weights there are no blocks either: raises
         self.layers = layer_ids.normalize(layers, model.n_layer)
         self.slots = layer_ids.slots(self.layers, model.n_layer)
-        if pool not in (None, "mean", "last", "max"):
+        if pool is not None and (not isinstance(pool, str) or pool not in ("mean", "last", "max")):
             raise InvalidInputError(f"pool must be 'mean', 'last' or 'max', not {pool!r}")
         self.pool = pool
-        if max_length is not None and max_length < 1:
-            raise InvalidInputError(f"max_length must be at least 1, not {max_length}")
-        self.max_length = max_length
-        self.single = _is_single(inputs)
+        self.max_length = None if max_length is None else integer("max_length", max_length, 1)
+        self.single = is_single(inputs)
         prompts: Sequence[Any] = [inputs] if self.single else inputs  # type: ignore[assignment]
         self.dtype = None if dtype is None else dtype_name(dtype)
         outs = self._one_each("out", out, len(prompts), isinstance(out, np.ndarray))
@@ -164,6 +111,7 @@ class _Run:
                 self.jobs.append(self._job(model, prompt, windows[index], outs[index]))
             except InvalidInputError as error:
                 raise InvalidInputError(f"{where}{error}") from None
+        separate("outs", [(i, job.out) for i, job in enumerate(self.jobs) if outs[i] is not None])
 
     def _one_each(self, name: str, value: Any, count: int, is_one: bool) -> list[Any]:
         if value is None:
@@ -179,59 +127,44 @@ class _Run:
         return list(value)
 
     def _job(self, model: Model, prompt: Input, window: Window | None, out: object) -> _Job:
-        if not isinstance(prompt, (str, Sequence, np.ndarray)):
-            raise InvalidInputError(f"a prompt is a str or token ids, not {type(prompt).__name__}")
-        # With a BOS token even an empty text has tokens; it is a mistake all the same.
-        if len(prompt) == 0:
-            raise InvalidInputError("the prompt is empty")
-        tokens = model.tokenize(prompt) if isinstance(prompt, str) else token_array(prompt)
-        if self.max_length is not None:
-            tokens = tokens[: self.max_length]
-        if len(tokens) == 0:
-            raise InvalidInputError("the prompt has no tokens")
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= model.n_vocab:
-            raise InvalidInputError(f"token ids must be in 0..{model.n_vocab - 1}; found {low}..{high}")
-        # A copy: the caller's array may change, and the states say what they are of.
-        tokens = tokens.copy()
-        tokens.flags.writeable = False
-        begin, end = _bounds(window, len(tokens))
+        tokens = prompt_tokens(model, prompt, self.max_length)
+        begin, end = bounds(window, len(tokens))
         rows = () if self.pool is not None else (end - begin,)
         shape = (*rows, len(self.layers), model.n_embd)
         assert self.dtype is not None
         if out is None:
             array = typed_view(_core.allocate(shape, self.dtype), self.dtype)
         else:
-            array = _check_out(out, shape, self.dtype)
+            array = out_array(out, shape, self.dtype)
         return _Job(tokens, begin, end, array)
 
     def compute(self, context: Context, indices: Sequence[int]) -> dict[int, States]:
         """Compute some of the prompts in one context."""
-        model = context.model
-        native = context.native
         most = context.n_seq_max if context.kv_unified else 1
         room = min(context.n_ubatch, context.n_ctx)
-        assert self.dtype is not None
         try:
             for pack in _packs([len(self.jobs[i].tokens) for i in indices], room, most):
-                native.extract(
-                    model.layer_map,
-                    self.slots,
-                    self.dtype,
-                    [
-                        (
-                            np.ascontiguousarray(job.tokens),
-                            job.begin,
-                            job.end,
-                            self.pool or "none",
-                            job.out.reshape(-1).view(np.uint8),
-                        )
-                        for job in (self.jobs[indices[k]] for k in pack)
-                    ],
-                )
+                together = [self.jobs[indices[k]] for k in pack]
+                if not self._capture(context, together) and len(together) > 1:
+                    # NaN or infinity of one prompt may have come to the others.
+                    for job in together:
+                        self._capture(context, [job])
         finally:
             flush_log()
         return {i: self._states(context, self.jobs[i]) for i in indices}
+
+    def _capture(self, context: Context, jobs: Sequence[_Job]) -> bool:
+        """Compute prompts in one batch. Whether all that came of it is finite."""
+        assert self.dtype is not None
+        return context.native.extract(
+            context.model.layer_map,
+            self.slots,
+            self.dtype,
+            [
+                (job.tokens, job.begin, job.end, self.pool or "none", job.out.reshape(-1).view(np.uint8))
+                for job in jobs
+            ],
+        )
 
     def _states(self, context: Context, job: _Job) -> States:
         array = job.out.view()
@@ -250,7 +183,7 @@ class _Run:
         )
 
 
-class Extractor:
+class Extractor(NotCopied):
     """Extraction with the sizes in your hands: a model and a context that fits the work.
 
     :param model: the model.
@@ -263,14 +196,31 @@ class Extractor:
     """
 
     def __init__(self, model: Model, **options: Unpack[ContextOptions]) -> None:
+        instance("model", model, Model)
+        for name, value in options.items():
+            if name not in ContextOptions.__annotations__:
+                raise TypeError(f"Extractor() got an unexpected keyword argument {name!r}")
+            if name in ("n_ctx", "n_ubatch", "n_seq_max"):
+                integer(name, value)
         self.model = model
         self._options = options
         self._context: Context | None = None
         self._has_outputs = False
         self._lock = threading.Lock()
+        self._thread: int | None = None  # that is extracting
+        self._process = os.getpid()
 
     def close(self) -> None:
-        """Free the context; waits for a call in another thread."""
+        """Free the context; waits for a call in another thread.
+
+        :raises BusyError: this thread is extracting (a signal handler or a log handler calls).
+        """
+        if self._process != os.getpid():
+            # Whichever thread held the lock when the process was forked is not in this one.
+            self._drop()
+            return
+        if self._thread == threading.get_ident():
+            raise BusyError("this thread is extracting; close afterwards")
         with self._lock:
             self._drop()
 
@@ -382,16 +332,20 @@ class Extractor:
     ) -> States | list[States]:
         """See :func:`llamatap.extract`."""
         try:
-            return self._extract(_Run(self.model, inputs, layers, dtype, max_length, window, pool, out))
+            run = _Run(self.model, inputs, layers, dtype, max_length, window, pool, out)
         except ReferenceError:
-            raise ClosedError("the model of this extractor is gone; keep a reference to it") from None
+            raise ClosedError("the model that this extractor belongs to is gone") from None
+        return self._extract(run)
 
     def _extract(self, run: _Run) -> States | list[States]:
+        if self._process != os.getpid():
+            raise UnsupportedError("the model was loaded before a fork; load it in this process")
         if not self._lock.acquire(blocking=False):
             raise BusyError(
                 "another thread is extracting with this model; give each thread an Extractor of its own"
             )
         try:
+            self._thread = threading.get_ident()
             longest = max(len(job.tokens) for job in run.jobs)
             limit = self._options.get("n_ctx") or self.model.n_ctx_train
             if longest > limit > 0:
@@ -407,6 +361,7 @@ class Extractor:
                     lengths = [len(run.jobs[i].tokens) for i in some]
                     done |= run.compute(self._fit(run, lengths), some)
         finally:
+            self._thread = None
             self._lock.release()
         states = [done[i] for i in range(len(run.jobs))]
         return states[0] if run.single else states

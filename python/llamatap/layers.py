@@ -161,8 +161,11 @@ def normalize(layers: Iterable[LayerId] | LayerId, n_layer: int) -> tuple[LayerI
     :param layers: ids, or a single one.
     :raises InvalidInputError: none given, or one out of range.
     """
-    if isinstance(layers, str) or not isinstance(layers, Iterable):
-        layers = [layers]
+    if isinstance(layers, (bytes, bytearray)):
+        raise InvalidInputError(f"layers must be layer ids, not {layers!r}")
+    # An array of no dimensions says that it is iterable, and is not.
+    if isinstance(layers, str) or not isinstance(layers, Iterable) or getattr(layers, "ndim", 1) == 0:
+        layers = [layers]  # type: ignore[list-item]
     own = CONVENTIONS["llamatap"]
     result = tuple(own.to_llamatap(layer, n_layer) for layer in layers)
     if not result:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from llamatap import chat
+from llamatap._check import NotCopied, flag, integer
 from llamatap._native import _core, ensure_backends, flush_log
 from llamatap.cache import sample_file
 from llamatap.errors import (
@@ -68,7 +69,7 @@ def _utf8(text: str) -> bytes:
         raise InvalidInputError(f"the text is not valid Unicode: {error}") from error
 
 
-class Model:
+class Model(NotCopied):
     """A model loaded from a GGUF file.
 
     :param path: the file (of a split model: the first one).
@@ -98,6 +99,10 @@ class Model:
         self._native: _core.Model | None = None
         self._extractor: Extractor | None = None
         self._lock = threading.Lock()
+        if not isinstance(path, (str, os.PathLike)):
+            raise InvalidInputError(f"path must be a str or a path, not {type(path).__name__}")
+        if progress is not None and not callable(progress):
+            raise InvalidInputError(f"progress must be callable, not {type(progress).__name__}")
         self.path = Path(path)
         try:
             #: The file as it was loaded: a path may come to name another one.
@@ -119,6 +124,7 @@ class Model:
         except OSError as error:
             raise ModelLoadError(f"cannot read {self.path}: {error}") from error
         ensure_backends()
+        n_gpu_layers = integer("n_gpu_layers", n_gpu_layers)
         if n_gpu_layers != 0 and all(d["kind"] not in ("gpu", "igpu") for d in _core.devices()):
             warnings.warn(
                 f"n_gpu_layers={n_gpu_layers} has no effect: this build of llamatap has no GPU back "
@@ -131,9 +137,9 @@ class Model:
             self._native = _core.Model.load(
                 os.fsencode(self.path),
                 n_gpu_layers=n_gpu_layers,
-                use_mmap=use_mmap,
-                load_mtp=load_mtp,
-                vocab_only=vocab_only,
+                use_mmap=flag("use_mmap", use_mmap),
+                load_mtp=flag("load_mtp", load_mtp),
+                vocab_only=flag("vocab_only", vocab_only),
                 progress=progress,
             )
         finally:
@@ -154,7 +160,10 @@ class Model:
         return self._native is None
 
     def close(self) -> None:
-        """Give up the model; its memory is freed once its contexts are closed too."""
+        """Give up the model; its memory is freed once its contexts are closed too.
+
+        :raises BusyError: this thread is extracting with it (a signal handler or a log handler calls).
+        """
         if self._extractor is not None:
             self._extractor.close()
             self._extractor = None
@@ -285,7 +294,9 @@ class Model:
         :raises UnsupportedError: the file has no tokenizer.
         """
         native = self.native
-        tokens = native.tokenize(_utf8(text), add_special, parse_special)
+        tokens = native.tokenize(
+            _utf8(text), flag("add_special", add_special), flag("parse_special", parse_special)
+        )
         if add_special and native.adds_bos and len(tokens) > 1:
             bos = native.bos
             if tokens[0] == bos and tokens[1] == bos:
@@ -298,7 +309,8 @@ class Model:
         :param skip_special: leave out special tokens.
         :raises InvalidInputError: an id is outside of the vocabulary.
         """
-        text = self.native.detokenize(token_array(tokens), skip_special, not skip_special)
+        skip = flag("skip_special", skip_special)
+        text = self.native.detokenize(token_array(tokens), skip, not skip)
         return text.decode(errors="replace")
 
     def token_bytes(self, token: int, *, special: bool = True) -> bytes:
@@ -306,11 +318,11 @@ class Model:
 
         :param special: whether special tokens have their text; else they have none.
         """
-        return self.native.piece(token, special)
+        return self.native.piece(integer("a token id", token), flag("special", special))
 
     def is_end_of_generation(self, token: int) -> bool:
         """Whether a model that emits this token has finished (EOS, EOT, ...)."""
-        return self.native.is_end_of_generation(token)
+        return self.native.is_end_of_generation(integer("a token id", token))
 
     def token_embeddings(self, tokens: ArrayLike) -> NDArray[np.float32]:
         """Rows of the token embedding matrix, dequantised: float32 ``(n, n_embd)``.

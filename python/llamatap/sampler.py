@@ -7,6 +7,7 @@ import secrets
 import numpy as np
 from numpy.typing import NDArray
 
+from llamatap._check import NotCopied, instance, integer
 from llamatap._native import _core
 from llamatap.context import Context
 from llamatap.errors import InvalidInputError
@@ -15,7 +16,16 @@ from llamatap.model import Model
 __all__ = ["Sampler"]
 
 
-class Sampler:
+def _number(name: str, value: float) -> float:
+    try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidInputError(f"{name} must be a number, not {value!r}") from None
+
+
+class Sampler(NotCopied):
     """The engine's sampler chain: penalties, top-k, top-p, min-p, temperature, draw.
 
     :param temperature: 0 takes the most likely token.
@@ -25,9 +35,9 @@ class Sampler:
     :param repeat_penalty: divides (or, when negative, multiplies) the logits of recent tokens; 1 is off.
     :param frequency_penalty: subtracted for each recent occurrence.
     :param presence_penalty: subtracted once for a recent token.
-    :param penalty_last_n: how many tokens are recent.
+    :param penalty_last_n: how many tokens are recent, 2**20 at most.
     :param seed: of the random numbers, 0..2**32-1; None draws one (:attr:`seed` tells).
-    :raises InvalidInputError: a value is out of range.
+    :raises InvalidInputError: a value is out of range, or no number.
     """
 
     def __init__(
@@ -44,39 +54,44 @@ class Sampler:
         penalty_last_n: int = 64,
         seed: int | None = None,
     ) -> None:
-        self.seed = secrets.randbits(31) if seed is None else seed
+        instance("model", model, Model)
         # The engine reads 2**32-1 as "draw a seed", which would not be reproducible.
-        if not 0 <= self.seed < 2**32 - 1:
-            raise InvalidInputError(f"seed must be in 0..2**32-2, not {seed}")
+        self.seed = secrets.randbits(31) if seed is None else integer("seed", seed, 0, 2**32 - 2)
         self._native = _core.Sampler(
             model.native,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repeat_penalty=repeat_penalty,
-            frequency_penalty=frequency_penalty,
-            presence_penalty=presence_penalty,
-            penalty_last_n=penalty_last_n,
+            temperature=_number("temperature", temperature),
+            top_k=integer("top_k", top_k),
+            top_p=_number("top_p", top_p),
+            min_p=_number("min_p", min_p),
+            repeat_penalty=_number("repeat_penalty", repeat_penalty),
+            frequency_penalty=_number("frequency_penalty", frequency_penalty),
+            presence_penalty=_number("presence_penalty", presence_penalty),
+            penalty_last_n=integer("penalty_last_n", penalty_last_n),
             seed=self.seed,
         )
 
     def sample(self, context: Context, row: int = -1) -> int:
-        """Draw a token from the logits of an entry of the last batch, and take note of it."""
-        return self._native.sample(context.native, row)
+        """Draw a token from the logits of an entry of the last batch, and take note of it.
+
+        :raises InvalidInputError: as :meth:`sample_logits`, or there are no such logits.
+        """
+        instance("context", context, Context)
+        return self._native.sample(context.native, integer("row", row))
 
     def sample_logits(self, logits: NDArray[np.float32]) -> int:
         """Draw a token from float32 ``(n_vocab,)`` logits, and take note of it.
 
-        :raises InvalidInputError: another length or dtype, or NaN among them.
+        :raises InvalidInputError: another length or dtype; NaN or infinity among them, or
+            -infinity throughout; or they overflow when divided by the temperature.
         """
+        instance("logits", logits, np.ndarray)
         if logits.dtype != np.float32 or not logits.flags.c_contiguous:
             raise InvalidInputError(f"logits must be contiguous float32, not {logits.dtype}")
         return self._native.sample_logits(logits)
 
     def accept(self, token: int) -> None:
         """Take note of a token that was not drawn here, e.g. of the prompt."""
-        self._native.accept(token)
+        self._native.accept(integer("a token id", token))
 
     def reset(self) -> None:
         """Back to the start: no tokens noted, random numbers from the seed."""

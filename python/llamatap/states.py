@@ -100,6 +100,10 @@ class States:
         self._source = source
         self._details = details or {}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.array.flags.writeable = self.tokens.flags.writeable = False  # which copies and pickles forget
+
     @functools.cached_property
     def provenance(self) -> dict[str, Any]:
         """Where the states come from and what they are.

@@ -1,0 +1,58 @@
+"""Arguments checked before they reach the core, with errors that say what was expected and what was found."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamatap.errors import InvalidInputError
+
+__all__ = ["NotCopied", "flag", "instance", "integer", "separate"]
+
+
+def integer(name: str, value: object, low: int = -(2**31), high: int = 2**31 - 1) -> int:
+    """`value` as an int; NumPy's integers are taken, bools and floats are not."""
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        found = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidInputError(f"{name} must be an integer, not {value!r}") from None
+    if not low <= found <= high:
+        top = "2**31-1" if high == 2**31 - 1 else str(high)
+        raise InvalidInputError(f"{name} must be in {low}..{top}, not {found}")
+    return found
+
+
+def flag(name: str, value: object) -> bool:
+    """`value` as a bool: a text such as "no" would count as true."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise InvalidInputError(f"{name} must be True or False, not {value!r}")
+    return bool(value)
+
+
+def instance(name: str, value: object, kind: type) -> None:
+    """`value` is a `kind`."""
+    if not isinstance(value, kind):
+        raise InvalidInputError(f"{name} must be a {kind.__name__}, not {type(value).__name__}")
+
+
+def separate(name: str, arrays: Iterable[tuple[int, NDArray[Any]]]) -> None:
+    """No two of the numbered C-contiguous arrays share memory."""
+    spans = sorted((array.ctypes.data, array.nbytes, index) for index, array in arrays)
+    for (start, size, first), (after, _, second) in itertools.pairwise(spans):
+        if start + size > after:
+            one, other = sorted((first, second))
+            raise InvalidInputError(f"{name} {one} and {other} share memory")
+
+
+class NotCopied:
+    """What holds an object of the core: a copy would be the same one, which two would then close."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} objects cannot be copied or pickled")

@@ -1,0 +1,98 @@
+"""What extraction is given, checked: prompts, windows of positions, arrays to write into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamatap.errors import InvalidInputError
+from llamatap.model import Model, token_array
+from llamatap.states import dtype_name
+
+__all__ = ["Input", "Window", "bounds", "is_single", "out_array", "prompt_tokens"]
+
+#: A prompt: text, or token ids.
+Input: TypeAlias = "str | Sequence[int] | NDArray[np.integer[Any]]"
+#: Positions [start, stop), as of a Python slice.
+Window: TypeAlias = "tuple[int | None, int | None]"
+
+
+def is_single(inputs: object) -> bool:
+    """Whether `inputs` is one prompt rather than a list of them.
+
+    :raises InvalidInputError: it is neither.
+    """
+    if isinstance(inputs, str):
+        return True
+    if isinstance(inputs, np.ndarray):
+        if inputs.ndim != 1:
+            raise InvalidInputError(
+                f"inputs is an array of {inputs.ndim} dimensions; give a list of its rows, without padding"
+            )
+        return True
+    if not isinstance(inputs, Sequence) or isinstance(inputs, (bytes, bytearray)):
+        raise InvalidInputError(
+            f"inputs must be a str, token ids, or a list of either, not {type(inputs).__name__}"
+        )
+    if len(inputs) == 0:
+        raise InvalidInputError("inputs is empty")
+    return all(isinstance(item, (int, np.integer)) for item in inputs)
+
+
+def prompt_tokens(model: Model, prompt: Input, max_length: int | None) -> NDArray[np.int32]:
+    """The token ids of a prompt: a read-only copy, for the caller's array may change."""
+    if not isinstance(prompt, (str, Sequence, np.ndarray)) or isinstance(prompt, (bytes, bytearray)):
+        raise InvalidInputError(f"a prompt is a str or token ids, not {type(prompt).__name__}")
+    if isinstance(prompt, np.ndarray) and prompt.ndim != 1:
+        raise InvalidInputError(f"token ids must be one-dimensional, not of shape {prompt.shape}")
+    # With a BOS token even an empty text has tokens; it is a mistake all the same.
+    if len(prompt) == 0:
+        raise InvalidInputError("the prompt is empty")
+    tokens = model.tokenize(prompt) if isinstance(prompt, str) else token_array(prompt)
+    tokens = tokens[:max_length].copy()
+    if len(tokens) == 0:
+        raise InvalidInputError("the prompt has no tokens")
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= model.n_vocab:
+        raise InvalidInputError(f"token ids must be in 0..{model.n_vocab - 1}; found {low}..{high}")
+    tokens.flags.writeable = False
+    return tokens
+
+
+def out_array(out: object, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+    """`out` as a plain array (of a memmap, say), when states of that shape and dtype can be written to it."""
+    if not isinstance(out, np.ndarray):
+        raise InvalidInputError(f"out must be a NumPy array, not {type(out).__name__}")
+    if isinstance(out, np.ma.MaskedArray):
+        raise InvalidInputError("out must have no mask; give the array under it (out.data)")
+    found = dtype_name(out.dtype)
+    if found != dtype:
+        raise InvalidInputError(f"out is {found}, but dtype={dtype} was asked for")
+    if out.shape != shape:
+        raise InvalidInputError(f"out must have the shape {shape}, not {out.shape}")
+    if not out.flags.c_contiguous:
+        raise InvalidInputError("out must be C-contiguous")
+    if not out.flags.writeable:
+        raise InvalidInputError("out is read-only")
+    if not out.flags.aligned:
+        raise InvalidInputError("out is not aligned to its dtype")
+    return out.view(np.ndarray)
+
+
+def bounds(window: Window | None, length: int) -> tuple[int, int]:
+    """The positions [begin, end) of a window on a prompt of `length` tokens, at least one."""
+    if window is None:
+        return 0, length
+    try:
+        start, stop = window
+        begin, end, _ = slice(start, stop).indices(length)
+    except (TypeError, ValueError):
+        raise InvalidInputError(
+            f"a window is a pair (start, stop) of integers or None, not {window!r}"
+        ) from None
+    if begin >= end:
+        raise InvalidInputError(f"window {window} holds no position of a prompt of {length} tokens")
+    return begin, end
