@@ -21,6 +21,13 @@ namespace {
 // Below this, a decode is too short for a thread of its own to watch it.
 constexpr int32_t kWatchedRows = 16;
 
+// What the engine notes of each place in a cache, whatever the model: position, sequences and the like.
+constexpr uint64_t kCellBytes = 48;
+
+uint64_t machine_memory() {
+  return static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<uint64_t>(sysconf(_SC_PAGE_SIZE));
+}
+
 ggml_type cache_type(const std::string& name) {
   for (const ggml_type type : {GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0,
                                GGML_TYPE_Q4_1, GGML_TYPE_IQ4_NL, GGML_TYPE_Q5_0, GGML_TYPE_Q5_1}) {
@@ -120,6 +127,10 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
   options_.n_batch = std::max(options.n_batch, options.n_seq_max);
   const uint32_t n_ctx_train = static_cast<uint32_t>(model_->n_ctx_train());
   options_.n_ctx = std::max(options.n_ctx == 0 ? n_ctx_train : options.n_ctx, options.n_seq_max);
+  if (!model_->is_recurrent() && options_.n_ctx * kCellBytes > machine_memory()) {
+    throw Unsupported("n_ctx=" + std::to_string(options_.n_ctx) + " needs more memory than the " +
+                      std::to_string(machine_memory() >> 30) + " GiB of this machine");
+  }
   const bool recurrent = model_->is_recurrent() || model_->is_hybrid();
   if (recurrent && options.n_rs_seq > 0 && !rolls_back(model_->arch())) {
     throw Unsupported("taking tokens back (n_rs_seq) gives wrong states on " + model_->arch() +
