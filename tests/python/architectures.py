@@ -136,7 +136,7 @@ def check_every_way(model: lt.Model, whole: NDArray[Any], tokens: list[int]) -> 
 
 
 def check_hooks(model: lt.Model, whole: NDArray[Any], tokens: list[int]) -> list[bool]:
-    """The hooks give the bits that the callback gives, and in a batch the same rows. Returns which there are."""
+    """Hooks give the bits that the callback gives, and in a batch the same rows. Returns which there are."""
     layer_map = model.layer_map
     slots = [slot for slot, hooked in enumerate(layer_map.hooked) if hooked]
     if not slots:
