@@ -23,8 +23,9 @@ struct LayerSource {
 /// The residual stream in a graph, found by what reads it and not by its name. The first nodes of block i are
 /// those that use the weight of it that comes first. H_i is what they read or what lies before that behind
 /// norms without weights and reshapes; of these, the furthest that the residual add reads too and that block
-/// i-1 had a part in. H_n is what the output norm reads. A model that runs through the same blocks several
-/// times has a slot for each run.
+/// i-1 had a part in. H_n is what the output norm reads; without such a norm (post-norm encoders, whose
+/// blocks end in norms of their own), what the last block gives. A model that runs through the same blocks
+/// several times has a slot for each run.
 class Streams {
  public:
   /// `known` are the sources found in a graph of several tokens: a batch of one has tensors that look like
@@ -33,6 +34,8 @@ class Streams {
 
   /// H_0..H_n, then norm(H_n); null where there is no single stream.
   const std::vector<const ggml_tensor*>& by_slot() const { return found_; }
+  /// Whether the last block gives the embeddings itself: there is no norm(H_n).
+  bool ends_without_norm() const { return ends_without_norm_; }
   /// What the block of a slot was seen to read; null when the graph has no such block.
   const ggml_tensor* nearest(int32_t slot) const { return nearest_[slot]; }
 
@@ -46,6 +49,7 @@ class Streams {
 
   void see(int32_t index);
   void see_output_norm(const ggml_tensor& norm, const ggml_tensor* read);
+  void see_embeddings();
   /// The starts of blocks by the names of their nodes.
   void see_names();
   void see_block(const BlockStart& start, int32_t previous);
@@ -59,6 +63,8 @@ class Streams {
   std::vector<BlockStart> starts_;
   std::vector<const ggml_tensor*> found_;
   std::vector<const ggml_tensor*> nearest_;
+  std::vector<bool> parts_read_;  // by block: whether its first read is of one of several streams
+  bool ends_without_norm_ = false;
 };
 
 /// Which node of the graph gives each slot of a model: slot i in 0..n is H_i, slot n+1 is norm(H_n).
@@ -73,15 +79,18 @@ class LayerMap {
   /// Whether the model keeps a memory of past tokens; one that does not sees a batch at once.
   bool has_memory() const { return has_memory_; }
   int32_t norm_slot() const { return n_layer() + 1; }
+  /// Whether there is a norm(H_n). Where there is none, its slot has a source without a name.
+  bool has_norm() const { return has_norm_; }
   const std::vector<LayerSource>& sources() const { return sources_; }
 
  private:
-  LayerMap(std::vector<LayerSource> sources, int32_t n_embd, bool has_memory)
-      : sources_(std::move(sources)), n_embd_(n_embd), has_memory_(has_memory) {}
+  LayerMap(std::vector<LayerSource> sources, int32_t n_embd, bool has_memory, bool has_norm)
+      : sources_(std::move(sources)), n_embd_(n_embd), has_memory_(has_memory), has_norm_(has_norm) {}
 
   std::vector<LayerSource> sources_;
   int32_t n_embd_;
   bool has_memory_;
+  bool has_norm_;
 };
 
 }  // namespace llamatap

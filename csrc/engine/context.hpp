@@ -16,6 +16,7 @@
 
 struct ggml_tensor;
 struct llama_context;
+struct llama_memory_i;
 
 namespace llamatap {
 
@@ -130,6 +131,8 @@ class Context {
   std::string full_message(const Batch& batch) const;
   void keep_logits();
   void roll_back(const std::vector<int32_t>& sequences, const std::vector<int32_t>& last);
+  /// Throws Unsupported when the model keeps none.
+  llama_memory_i* engine_memory() const;
   void check_sequence(int32_t seq) const;
   bool can_remove_suffix(int32_t seq, int32_t p0) const;
   bool interrupted() const noexcept;
@@ -148,6 +151,7 @@ class Context {
   std::atomic<bool>* interrupt_ = nullptr;
   std::vector<LogitRow> logit_rows_;  // by entry of the last batch; index -1: no output
   std::vector<float> kept_logits_;
+  bool has_logits_ = true;  // of the last decode
   int64_t nodes_seen_ = 0;
 };
 

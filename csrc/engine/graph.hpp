@@ -23,6 +23,12 @@ class Graph {
   /// itself when it is none.
   const ggml_tensor* original(const ggml_tensor* tensor) const;
 
+  /// What the engine gives as embeddings: what its output head reads, where there is one. May be null.
+  const ggml_tensor* embeddings() const;
+
+  /// Whether there is an output head. Models that only embed have none.
+  bool has_logits() const;
+
   /// What the engine's own hook gives as the input of a block; null where the architecture has no hook.
   const ggml_tensor* hooked_input(int32_t block) const;
 

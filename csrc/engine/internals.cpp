@@ -142,6 +142,10 @@ const ggml_tensor* Graph::original(const ggml_tensor* tensor) const {
   return tensor;
 }
 
+const ggml_tensor* Graph::embeddings() const { return result_->get_embd(); }
+
+bool Graph::has_logits() const { return result_->get_logits() != nullptr; }
+
 const ggml_tensor* Graph::hooked_input(int32_t block) const {
   const auto& inputs = result_->t_layer_inp;
   return static_cast<size_t>(block) < inputs.size() ? inputs[block] : nullptr;

@@ -14,12 +14,6 @@ namespace llamatap {
 
 namespace {
 
-llama_memory_t memory_of(llama_context* context) {
-  llama_memory_t memory = llama_get_memory(context);
-  if (memory == nullptr) throw Unsupported("this model keeps no memory of past tokens");
-  return memory;
-}
-
 void check_range(int32_t p0, int32_t p1) {
   if (p0 < -1 || p1 < -1 || (p0 >= 0 && p1 >= 0 && p0 > p1)) {
     throw InvalidInput("positions [" + std::to_string(p0) + ", " + std::to_string(p1) +
@@ -44,6 +38,11 @@ bool Context::can_remove_suffix(int32_t seq, int32_t p0) const {
   return llama_memory_seq_pos_min(llama_get_memory(context_.get()), seq) <= std::max(0, p0 - window);
 }
 
+llama_memory_i* Context::engine_memory() const {
+  if (!has_memory()) throw Unsupported("this model keeps no memory of past tokens");
+  return llama_get_memory(context_.get());
+}
+
 void Context::memory_clear() {
   const Use use(mutex_, *model_);
   if (has_memory()) llama_memory_clear(llama_get_memory(context_.get()), /*data=*/false);
@@ -53,7 +52,7 @@ void Context::memory_remove(int32_t seq, int32_t p0, int32_t p1) {
   const Use use(mutex_, *model_);
   check_sequence(seq);
   check_range(p0, p1);
-  auto* memory = memory_of(context_.get());
+  auto* memory = engine_memory();
   if (llama_memory_seq_pos_max(memory, seq) < 0) return;
   if (p0 > 0 && p0 <= llama_memory_seq_pos_max(memory, seq) && !can_remove_suffix(seq, p0)) {
     throw Unsupported("the sliding-window layers of " + model_->arch() +
@@ -73,7 +72,7 @@ void Context::memory_copy(int32_t from, int32_t to, int32_t p0, int32_t p1) {
   check_sequence(from);
   check_sequence(to);
   check_range(p0, p1);
-  auto* memory = memory_of(context_.get());
+  auto* memory = engine_memory();
   if (from == to) return;
   const bool whole = p0 <= 0 && (p1 < 0 || p1 > llama_memory_seq_pos_max(memory, from));
   if (!whole && (!options_.kv_unified || model_->is_recurrent() || model_->is_hybrid())) {
@@ -91,7 +90,7 @@ void Context::memory_keep(int32_t seq) {
   check_sequence(seq);
   // The engine's own seq_keep leaves the streams of a cache that is not unified alone.
   for (int32_t other = 0; other < static_cast<int32_t>(options_.n_seq_max); ++other) {
-    if (other != seq) llama_memory_seq_rm(memory_of(context_.get()), other, -1, -1);
+    if (other != seq) llama_memory_seq_rm(engine_memory(), other, -1, -1);
   }
 }
 
@@ -99,7 +98,7 @@ void Context::memory_shift(int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
   const Use use(mutex_, *model_);
   check_sequence(seq);
   check_range(p0, p1);
-  auto* memory = memory_of(context_.get());
+  auto* memory = engine_memory();
   if (!llama_memory_can_shift(memory)) {
     throw Unsupported("the memory of " + model_->arch() + " cannot move positions");
   }
@@ -119,19 +118,19 @@ void Context::memory_shift(int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
 int32_t Context::memory_first(int32_t seq) const {
   const Use use(mutex_, *model_);
   check_sequence(seq);
-  return llama_memory_seq_pos_min(memory_of(context_.get()), seq);
+  return llama_memory_seq_pos_min(engine_memory(), seq);
 }
 
 int32_t Context::memory_last(int32_t seq) const {
   const Use use(mutex_, *model_);
   check_sequence(seq);
-  return llama_memory_seq_pos_max(memory_of(context_.get()), seq);
+  return llama_memory_seq_pos_max(engine_memory(), seq);
 }
 
 std::string Context::save(int32_t seq) const {
   const Use use(mutex_, *model_);
   check_sequence(seq);
-  memory_of(context_.get());
+  engine_memory();
   std::string state(llama_state_seq_get_size(context_.get(), seq), '\0');
   const size_t written =
       llama_state_seq_get_data(context_.get(), reinterpret_cast<uint8_t*>(state.data()), state.size(), seq);
@@ -145,7 +144,7 @@ void Context::restore(int32_t seq, const std::string& state) {
   const bool held = memory_last(seq) >= 0;
   const std::string before = held ? save(seq) : std::string();
   const Use use(mutex_, *model_);
-  auto* memory = memory_of(context_.get());
+  auto* memory = engine_memory();
   const auto load = [&](const std::string& bytes) {
     return llama_state_seq_set_data(context_.get(), reinterpret_cast<const uint8_t*>(bytes.data()),
                                     bytes.size(), seq) == bytes.size();

@@ -316,6 +316,7 @@ class Context:
 
         :param row: which entry; negative ones count from the end of the batch.
         :raises InvalidInputError: no such entry, or it was not an output.
+        :raises UnsupportedError: the model has no output head (encoders).
         """
         return self.native.logits(row)
 
