@@ -64,6 +64,7 @@ void register_capture(py::module_& module) {
       .def_property_readonly("has_memory", &LayerMap::has_memory)
       .def_property_readonly("at_once", &LayerMap::at_once)
       .def_property_readonly("norm_slot", &LayerMap::norm_slot)
+      .def_property_readonly("has_norm", &LayerMap::has_norm)
       .def_property_readonly(
           "nodes",
           [](const LayerMap& map) {
@@ -71,7 +72,8 @@ void register_capture(py::module_& module) {
             for (const auto& source : map.sources()) nodes.emplace_back(to_str(source.node), source.cropped);
             return nodes;
           },
-          "By slot (0..n, then the norm): the node's name, and whether it has rows for outputs only.")
+          "By slot (0..n, then the norm): the node's name, and whether it has rows for outputs only. The "
+          "norm's name is empty where the model has none.")
       .def_property_readonly(
           "hooked",
           [](const LayerMap& map) {

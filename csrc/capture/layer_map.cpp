@@ -22,11 +22,14 @@ int32_t number(std::string_view text) {
   return error == std::errc() && end == text.data() + text.size() ? value : -1;
 }
 
-/// The name of a weight, of a copy of it on another back end ("CUDA0#name#0") too.
+/// The name of a weight, of a copy of it on another back end ("CUDA0#name#0") too, without what marks it as
+/// an encoder's ("enc.blk.0.attn_norm.weight").
 std::string_view weight_name(std::string_view name) {
   const auto first = name.find('#');
   const auto last = name.rfind('#');
-  return first == last ? name : name.substr(first + 1, last - first - 1);
+  if (first != last) name = name.substr(first + 1, last - first - 1);
+  constexpr std::string_view kEncoder = "enc.";
+  return name.substr(0, kEncoder.size()) == kEncoder ? name.substr(kEncoder.size()) : name;
 }
 
 /// The block that a weight "blk.<i>.<...>" belongs to; -1 when it is of none.
@@ -72,6 +75,11 @@ const ggml_tensor* behind(const ggml_tensor& node) {
   }
 }
 
+/// Whether a node is one of several streams (gemma3n).
+bool is_part(const ggml_tensor& node) {
+  return node.op == GGML_OP_VIEW && ggml_nelements(&node) != ggml_nelements(node.src[0]);
+}
+
 std::string node_name(const ggml_tensor& node) {
   const std::string name = node.name;
   const bool numbered = name.rfind("node_", 0) == 0 || name.rfind("leaf_", 0) == 0;
@@ -87,7 +95,8 @@ Streams::Streams(const Graph& graph, int32_t n_layer, int32_t n_embd, const std:
       known_(known),
       first_weights_(static_cast<size_t>(n_layer), nullptr),
       found_(static_cast<size_t>(n_layer) + 2, nullptr),
-      nearest_(found_.size(), nullptr) {
+      nearest_(found_.size(), nullptr),
+      parts_read_(static_cast<size_t>(n_layer), false) {
   for (int32_t i = 0; i < graph_.size(); ++i) see(i);
 
   const auto before = [](const BlockStart& a, const BlockStart& b) { return a.block < b.block; };
@@ -99,9 +108,10 @@ Streams::Streams(const Graph& graph, int32_t n_layer, int32_t n_embd, const std:
   std::vector<int32_t> first_nodes(static_cast<size_t>(n_layer), -1);
   for (const auto& start : starts_) {
     if (first_nodes[start.block] < 0) first_nodes[start.block] = start.node;
-    if (found_[start.block] != nullptr) continue;
+    if (found_[start.block] != nullptr || parts_read_[start.block]) continue;
     see_block(start, start.block > 0 ? first_nodes[start.block - 1] : -1);
   }
+  if (nearest_[n_layer] == nullptr) see_embeddings();
 }
 
 void Streams::see(int32_t index) {
@@ -148,13 +158,16 @@ void Streams::see_block(const BlockStart& start, int32_t previous) {
     return previous < 0;
   };
   const ggml_tensor* hooked = graph_.hooked_input(start.block);
+  bool reshaped = false;
   for (const auto* node = start.read; node != nullptr; node = behind(*node)) {
     node = graph_.original(node);
+    if (node->ne[0] == n_embd_ && is_part(*node)) parts_read_[start.block] = true;
+    // Where the residual add takes what the norm gives, one node alone reads the stream; the engine's own
+    // hook tells that it is one. Both may read it through one reshape (rwkv).
+    const bool read_twice = graph_.readers(node) >= 2 || node == hooked || reshaped;
+    reshaped = read_twice && node->op == GGML_OP_RESHAPE;
     if (!is_stream(start.block, *node)) continue;
     if (nearest_[start.block] == nullptr) nearest_[start.block] = node;
-    // Where the residual add takes what the norm gives, one node alone reads the stream; the engine's own
-    // hook tells that it is one.
-    const bool read_twice = graph_.readers(node) >= 2 || node == hooked;
     if (read_twice && computed_since(node)) found_[start.block] = node;
   }
 }
@@ -171,15 +184,28 @@ void Streams::see_output_norm(const ggml_tensor& norm, const ggml_tensor* read) 
   }
 }
 
+void Streams::see_embeddings() {
+  const ggml_tensor* result = graph_.embeddings();
+  if (result == nullptr || graph_.readers(result) > 0 || !is_stream(n_layer_, *result)) return;
+  // The weight and the bias of the norm that ends the last block.
+  bool ends_block = false;
+  for (const auto* node = result; node->op == GGML_OP_MUL || node->op == GGML_OP_ADD; node = node->src[0]) {
+    if (!is_leaf(*node->src[1])) break;
+    ends_block = block_of_weight(weight_name(node->src[1]->name)) == n_layer_ - 1;
+    if (!ends_block) break;
+  }
+  if (!ends_block) return;
+  found_[n_layer_] = nearest_[n_layer_] = result;
+  ends_without_norm_ = true;
+}
+
 bool Streams::is_stream(int32_t slot, const ggml_tensor& node) const {
   // Embeddings in the place of tokens enter by another node.
   if (known_ != nullptr && slot > 0 && (*known_)[slot].node != node_name(node)) return false;
-  // A part of something is one of several streams (gemma3n), unless it is the text's part of embeddings that
-  // have room for more (deepstack).
-  const bool is_part = node.op == GGML_OP_VIEW && ggml_nelements(&node) != ggml_nelements(node.src[0]) &&
-                       !(slot == 0 && &node == graph_.embeddings());
-  return node.type == GGML_TYPE_F32 && node.ne[0] == n_embd_ && node.ne[2] == 1 && node.ne[3] == 1 &&
-         !is_part;
+  // Not one of several streams, unless it is the text's part of embeddings that have room for more
+  // (deepstack).
+  const bool part = is_part(node) && !(slot == 0 && &node == graph_.input_embeddings());
+  return node.type == GGML_TYPE_F32 && node.ne[0] == n_embd_ && node.ne[2] == 1 && node.ne[3] == 1 && !part;
 }
 
 std::shared_ptr<const LayerMap> LayerMap::resolve(const std::shared_ptr<Model>& model) {
@@ -200,6 +226,10 @@ std::shared_ptr<const LayerMap> LayerMap::resolve(const std::shared_ptr<Model>& 
     const auto what = model->arch() + ": " +
                       (slot <= n_layer ? "layer " + std::to_string(slot) : std::string("the output norm"));
     const ggml_tensor* stream = streams.by_slot()[slot];
+    if (slot > n_layer && streams.ends_without_norm()) {
+      sources.push_back({"", false});
+      continue;
+    }
     if (stream == nullptr) {
       const ggml_tensor* nearest = streams.nearest(slot);
       throw Unsupported(what + " is no single residual stream of [n_tokens, n_embd] in the engine's graph" +
@@ -212,7 +242,8 @@ std::shared_ptr<const LayerMap> LayerMap::resolve(const std::shared_ptr<Model>& 
     const bool hooked = slot < n_layer && !cropped && graph.hooked_input(slot) == stream;
     sources.push_back({node_name(*stream), cropped, hooked});
   }
-  return std::shared_ptr<const LayerMap>(new LayerMap(std::move(sources), model->n_embd(), context));
+  return std::shared_ptr<const LayerMap>(
+      new LayerMap(std::move(sources), model->n_embd(), context, !streams.ends_without_norm()));
 }
 
 }  // namespace llamatap

@@ -25,8 +25,9 @@ struct LayerSource {
 /// The residual stream in a graph, found by what reads it and not by its name. The first nodes of block i are
 /// those that use the weight of it that comes first. H_i is what they read or what lies before that behind
 /// norms without weights and reshapes; of these, the furthest that the residual add reads too and that block
-/// i-1 had a part in. H_n is what the output norm reads. A model that runs through the same blocks several
-/// times has a slot for each run.
+/// i-1 had a part in. H_n is what the output norm reads; without such a norm (post-norm encoders, whose
+/// blocks end in norms of their own), what the last block gives. A model that runs through the same blocks
+/// several times has a slot for each run.
 class Streams {
  public:
   /// `known` are the sources found in a graph of several tokens: a batch of one has tensors that look like
@@ -35,6 +36,8 @@ class Streams {
 
   /// H_0..H_n, then norm(H_n); null where there is no single stream.
   const std::vector<const ggml_tensor*>& by_slot() const { return found_; }
+  /// Whether the last block gives the embeddings itself: there is no norm(H_n).
+  bool ends_without_norm() const { return ends_without_norm_; }
   /// What the block of a slot was seen to read; null when the graph has no such block.
   const ggml_tensor* nearest(int32_t slot) const { return nearest_[slot]; }
 
@@ -48,6 +51,7 @@ class Streams {
 
   void see(int32_t index);
   void see_output_norm(const ggml_tensor& norm, const ggml_tensor* read);
+  void see_embeddings();
   /// The starts of blocks by the names of their nodes.
   void see_names();
   void see_block(const BlockStart& start, int32_t previous);
@@ -61,6 +65,8 @@ class Streams {
   std::vector<BlockStart> starts_;
   std::vector<const ggml_tensor*> found_;
   std::vector<const ggml_tensor*> nearest_;
+  std::vector<bool> parts_read_;  // by block: whether its first read is of one of several streams
+  bool ends_without_norm_ = false;
 };
 
 /// Which node of the graph gives each slot of a model: slot i in 0..n is H_i, slot n+1 is norm(H_n).
@@ -77,19 +83,23 @@ class LayerMap {
   /// Whether all of a batch must be computed at once: no memory, or tokens that see later ones.
   bool at_once() const { return at_once_; }
   int32_t norm_slot() const { return n_layer() + 1; }
+  /// Whether there is a norm(H_n). Where there is none, its slot has a source without a name.
+  bool has_norm() const { return has_norm_; }
   const std::vector<LayerSource>& sources() const { return sources_; }
 
  private:
-  LayerMap(std::vector<LayerSource> sources, int32_t n_embd, const Context& context)
+  LayerMap(std::vector<LayerSource> sources, int32_t n_embd, const Context& context, bool has_norm)
       : sources_(std::move(sources)),
         n_embd_(n_embd),
         has_memory_(context.has_memory()),
-        at_once_(context.at_once()) {}
+        at_once_(context.at_once()),
+        has_norm_(has_norm) {}
 
   std::vector<LayerSource> sources_;
   int32_t n_embd_;
   bool has_memory_;
   bool at_once_;
+  bool has_norm_;
 };
 
 }  // namespace llamatap

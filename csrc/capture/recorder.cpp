@@ -72,6 +72,11 @@ Recorder::Recorder(std::shared_ptr<const LayerMap> map, std::vector<int32_t> slo
       throw InvalidInput("layer slot " + std::to_string(slot) + " is not in 0.." +
                          std::to_string(map_->norm_slot()));
     }
+    if (slot == map_->norm_slot() && !map_->has_norm()) {
+      throw Unsupported(
+          "this model has no final norm, so there is no layer \"norm\"; its last block gives layer " +
+          std::to_string(map_->n_layer()) + " (-1)");
+    }
     columns_[slot].push_back(column);
     any_cropped_ = any_cropped_ || map_->sources()[slot].cropped;
     last_slot_ = std::max(last_slot_, slot);

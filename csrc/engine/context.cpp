@@ -104,8 +104,8 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
   if (model_->process() != static_cast<int32_t>(getpid())) {
     throw Unsupported("the model was loaded before a fork; load it in this process");
   }
-  if (model_->has_encoder() && model_->has_decoder()) {
-    throw Unsupported("encoder-decoder models (" + model_->arch() + ") are not supported");
+  if (const auto reason = model_->refusal(); !reason.empty()) {
+    throw Unsupported(model_->arch() + ": " + reason);
   }
   const auto require = [](bool good, const std::string& message) {
     if (!good) throw InvalidInput(message);
@@ -201,11 +201,16 @@ uint32_t Context::n_batch() const { return llama_n_batch(context_.get()); }
 uint32_t Context::n_ubatch() const { return llama_n_ubatch(context_.get()); }
 bool Context::flash_attention() const { return internals::flash_attention(context_.get()); }
 bool Context::causal() const { return internals::causal_attention(context_.get()); }
-bool Context::has_memory() const { return llama_get_memory(context_.get()) != nullptr; }
+bool Context::has_memory() const {
+  return llama_get_memory(context_.get()) != nullptr && !model_->is_encoder();
+}
 
 void Context::validate(const Batch& batch) const {
   const int32_t n = batch.size();
   if (n == 0) throw InvalidInput("the batch is empty");
+  if (batch.has_embeddings() && !model_->takes_embeddings()) {
+    throw Unsupported("the engine computes " + model_->arch() + " of tokens only, not of embeddings");
+  }
   if (batch.has_embeddings() && batch.n_embd() != model_->n_embd_input()) {
     throw InvalidInput("embeddings must be " + std::to_string(model_->n_embd_input()) + " wide, not " +
                        std::to_string(batch.n_embd()));
@@ -488,9 +493,12 @@ void Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, Dec
   const LogScope log;
   int32_t status = 0;
   try {
-    const auto decode = [&] { return llama_decode(context_.get(), engine_batch.view); };
+    const auto compute = [&] {
+      return model_->is_encoder() ? llama_encode(context_.get(), engine_batch.view)
+                                  : llama_decode(context_.get(), engine_batch.view);
+    };
     // The first node that is seen ends the guard: without one, threads may be at work when it is needed.
-    status = nodes ? guarded("decode", decode) : decode();
+    status = nodes ? guarded("decode", compute) : compute();
   } catch (...) {
     broken_ = true;
     throw;
@@ -511,8 +519,8 @@ void Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, Dec
   for (const int32_t layer : hooks) observer->hooked(layer, internals::hooked_rows(context_.get(), layer));
   if (observer != nullptr) observer->end();
   if (piece.may_stop) return;
-  has_head_ = internals::gave_logits(context_.get());
-  if (!has_head_) return;
+  has_logits_ = Graph(internals::computed_graph(context_.get())).has_logits();
+  if (!has_logits_) return;
   for (size_t index = 0; index < given.size(); ++index) {
     const int32_t row = given[index];
     if (batch.outputs()[row]) logit_rows_[row] = {true, static_cast<int32_t>(index)};
@@ -565,7 +573,7 @@ void Context::copy_logits(int32_t row, float* target) const {
   const Use use = in_use();
   const auto n = static_cast<int32_t>(logit_rows_.size());
   if (n == 0) throw InvalidInput("there are no logits: nothing was decoded yet, or the last decode failed");
-  if (!has_head_) throw Unsupported(model_->arch() + " has no output head, and so no logits");
+  if (!has_logits_) throw Unsupported(model_->arch() + " models have no output head, so there are no logits");
   if (row < 0) row += n;
   if (row < 0 || row >= n) {
     throw InvalidInput("row " + std::to_string(row) + " is not in the last batch of " + std::to_string(n));

@@ -18,6 +18,7 @@
 
 struct ggml_tensor;
 struct llama_context;
+struct llama_memory_i;
 
 namespace llamatap {
 
@@ -150,6 +151,8 @@ class Context {
   void roll_back(const std::vector<int32_t>& sequences, const std::vector<int32_t>& last);
   void note_held(const Batch& batch, const std::vector<int32_t>& given,
                  const std::vector<std::vector<int32_t>>& ubatches);
+  /// Throws Unsupported when the model keeps none.
+  llama_memory_i* engine_memory() const;
   void check_sequence(int32_t seq) const;
   bool can_remove_suffix(int32_t seq, int32_t p0) const;
   void drop(int32_t seq);
@@ -173,11 +176,11 @@ class Context {
   std::atomic<bool>* interrupt_ = nullptr;
   std::vector<int32_t> hooked_layers_;
   std::vector<Positions> held_;  // by sequence
-  std::vector<int32_t>
-      rewindable_;  // by sequence: how many of its last tokens recurrent layers can take back
+  // By sequence: how many of its last tokens recurrent layers can take back.
+  std::vector<int32_t> rewindable_;
   std::vector<LogitRow> logit_rows_;  // by entry of the last batch; index -1: no output
   std::vector<float> kept_logits_;
-  bool has_head_ = true;
+  bool has_logits_ = true;  // of the last decode
   int64_t nodes_seen_ = 0;
 };
 

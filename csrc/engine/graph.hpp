@@ -25,7 +25,13 @@ class Graph {
 
   /// What the token embeddings, or those in their place, enter the model by; null where the engine does not
   /// say.
+  const ggml_tensor* input_embeddings() const;
+
+  /// What the engine gives as embeddings: what its output head reads, where there is one. May be null.
   const ggml_tensor* embeddings() const;
+
+  /// Whether there is an output head. Models that only embed have none.
+  bool has_logits() const;
 
   /// What the engine's own hook gives as the input of a block; null where the architecture has no hook.
   const ggml_tensor* hooked_input(int32_t block) const;

@@ -137,8 +137,6 @@ void set_callback(llama_context* context, bool (*callback)(ggml_tensor*, bool, v
   ggml_backend_sched_set_eval_callback(context->get_sched(), callback, params.cb_eval_user_data);
 }
 
-bool gave_logits(llama_context* context) { return computed_result(*context)->get_logits() != nullptr; }
-
 const llm_graph_result* computed_graph(llama_context* context) { return computed_result(*context); }
 
 }  // namespace llamatap::internals
@@ -173,7 +171,11 @@ const ggml_tensor* Graph::original(const ggml_tensor* tensor) const {
   return tensor;
 }
 
-const ggml_tensor* Graph::embeddings() const { return result_->t_inp_embd; }
+const ggml_tensor* Graph::input_embeddings() const { return result_->t_inp_embd; }
+
+const ggml_tensor* Graph::embeddings() const { return result_->get_embd(); }
+
+bool Graph::has_logits() const { return result_->get_logits() != nullptr; }
 
 const ggml_tensor* Graph::hooked_input(int32_t block) const {
   const auto& inputs = result_->t_layer_inp;

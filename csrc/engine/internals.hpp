@@ -56,9 +56,6 @@ const float* hooked_rows(llama_context* context, int32_t layer);
 /// Sets the graph callback of a context that was made with one; null: none, and no stops between nodes.
 void set_callback(llama_context* context, bool (*callback)(ggml_tensor*, bool, void*));
 
-/// Whether the graph computed last gave logits: encoders have no output head.
-bool gave_logits(llama_context* context);
-
 /// The graph that the context is computing; to be called from the graph callback.
 const llm_graph_result* computed_graph(llama_context* context);
 

@@ -14,12 +14,6 @@ namespace llamatap {
 
 namespace {
 
-llama_memory_t memory_of(llama_context* context) {
-  llama_memory_t memory = llama_get_memory(context);
-  if (memory == nullptr) throw Unsupported("this model keeps no memory of past tokens");
-  return memory;
-}
-
 void check_range(int32_t p0, int32_t p1) {
   if (p0 < -1 || p1 < -1 || (p0 >= 0 && p1 >= 0 && p0 > p1)) {
     throw InvalidInput("positions [" + std::to_string(p0) + ", " + std::to_string(p1) +
@@ -49,6 +43,11 @@ bool Context::can_remove_suffix(int32_t seq, int32_t p0) const {
   return llama_memory_seq_pos_min(llama_get_memory(context_.get()), seq) <= std::max(0, p0 - window);
 }
 
+llama_memory_i* Context::engine_memory() const {
+  if (!has_memory()) throw Unsupported("this model keeps no memory of past tokens");
+  return llama_get_memory(context_.get());
+}
+
 void Context::drop(int32_t seq) {
   llama_memory_seq_rm(llama_get_memory(context_.get()), seq, -1, -1);
   held_[seq] = {};
@@ -70,7 +69,7 @@ void Context::memory_remove(int32_t seq, int32_t p0, int32_t p1) {
   const Use use = in_use();
   check_sequence(seq);
   check_range(p0, p1);
-  auto* memory = memory_of(context_.get());
+  auto* memory = engine_memory();
   auto& held = held_[seq];
   const auto range = range_of(p0, p1);
   if (!held.overlaps(range)) return;
@@ -109,7 +108,7 @@ void Context::memory_copy(int32_t from, int32_t to, int32_t p0, int32_t p1) {
   check_sequence(from);
   check_sequence(to);
   check_range(p0, p1);
-  auto* memory = memory_of(context_.get());
+  auto* memory = engine_memory();
   const auto range = range_of(p0, p1);
   if (from == to || range.begin == range.end) return;
   const auto part = held_[from].within(range);
@@ -134,7 +133,7 @@ void Context::memory_copy(int32_t from, int32_t to, int32_t p0, int32_t p1) {
 void Context::memory_keep(int32_t seq) {
   const Use use = in_use();
   check_sequence(seq);
-  memory_of(context_.get());
+  engine_memory();
   // The engine's own seq_keep leaves the streams of a cache that is not unified alone.
   for (int32_t other = 0; other < static_cast<int32_t>(options_.n_seq_max); ++other) {
     if (other != seq) drop(other);
@@ -145,7 +144,7 @@ void Context::memory_shift(int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
   const Use use = in_use();
   check_sequence(seq);
   check_range(p0, p1);
-  auto* memory = memory_of(context_.get());
+  auto* memory = engine_memory();
   if (!llama_memory_can_shift(memory) || !internals::can_shift(model_->handle())) {
     throw Unsupported("the memory of " + model_->arch() + " cannot move positions");
   }
@@ -177,19 +176,19 @@ void Context::memory_shift(int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
 int32_t Context::memory_first(int32_t seq) const {
   const Use use = in_use();
   check_sequence(seq);
-  return llama_memory_seq_pos_min(memory_of(context_.get()), seq);
+  return llama_memory_seq_pos_min(engine_memory(), seq);
 }
 
 int32_t Context::memory_last(int32_t seq) const {
   const Use use = in_use();
   check_sequence(seq);
-  return llama_memory_seq_pos_max(memory_of(context_.get()), seq);
+  return llama_memory_seq_pos_max(engine_memory(), seq);
 }
 
 std::string Context::save(int32_t seq) const {
   const Use use = in_use();
   check_sequence(seq);
-  memory_of(context_.get());
+  engine_memory();
   std::string state(llama_state_seq_get_size(context_.get(), seq), '\0');
   const size_t written =
       llama_state_seq_get_data(context_.get(), reinterpret_cast<uint8_t*>(state.data()), state.size(), seq);
@@ -203,7 +202,7 @@ void Context::restore(int32_t seq, const std::string& state) {
   const bool held = memory_last(seq) >= 0;
   const std::string before = held ? save(seq) : std::string();
   const Use use = in_use();
-  auto* memory = memory_of(context_.get());
+  auto* memory = engine_memory();
   std::string reason;
   const auto load = [&](const std::string& bytes) {
     const LogScope log;

@@ -120,6 +120,24 @@ bool Model::has_decoder() const { return llama_model_has_decoder(model_.get()); 
 bool Model::is_recurrent() const { return llama_model_is_recurrent(model_.get()); }
 bool Model::is_hybrid() const { return llama_model_is_hybrid(model_.get()); }
 
+bool Model::batches_sequences() const {
+  const std::string name = arch();
+  return name != "plamo2" && name != "arwkv7" && name != "rwkv6qwen2";
+}
+
+bool Model::is_encoder() const { return (has_encoder() && !has_decoder()) || arch() == "llama-embed"; }
+
+std::string Model::refusal() const {
+  const std::string name = arch();
+  if (name == "eagle3" || name == "dflash" || name == "gemma4-assistant") {
+    return "this is no language model of its own; it drafts for another";
+  }
+  if (has_encoder() && has_decoder()) return "encoder-decoder models are not supported";
+  // It hands its values to the cache as a matrix, which the cache takes for heads.
+  if (name == "plm") return "the engine aborts on every batch of more than one token";
+  return {};
+}
+
 int32_t Model::n_positions() const {
   const auto type = llama_model_rope_type(model_.get());
   return type == LLAMA_ROPE_TYPE_MROPE || type == LLAMA_ROPE_TYPE_IMROPE ? 4 : 1;

@@ -54,8 +54,16 @@ class Model {
   bool on_gpu() const { return on_gpu_; }
   bool is_recurrent() const;
   bool is_hybrid() const;
-  /// Whether the engine computes several sequences of a context rightly: its plamo2 mixes them up, or aborts.
-  bool batches_sequences() const { return arch() != "plamo2"; }
+  /// Whether the engine computes several sequences of a context rightly: its plamo2 mixes them up, or aborts,
+  /// and what arwkv7 and rwkv6qwen2 keep of the last token is of the wrong sequence.
+  bool batches_sequences() const;
+  /// Whether a batch may carry embeddings in place of tokens.
+  bool takes_embeddings() const { return arch() != "graniteswitch"; }
+  /// Whether the tokens of a batch see each other and no earlier ones, though the engine makes a memory: it
+  /// must be told to encode, or it hides later tokens from earlier ones and cuts the batch.
+  bool is_encoder() const;
+  /// Why no context can be made of the model; empty when one can.
+  std::string refusal() const;
   /// Positions are below this: the rows of a learned position embedding, else what 32 bits hold.
   int32_t position_limit() const;
   /// Positions per embedding: 4 with M-RoPE, else 1.

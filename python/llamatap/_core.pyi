@@ -196,6 +196,8 @@ class LayerMap:
     @property
     def has_memory(self) -> bool: ...
     @property
+    def has_norm(self) -> bool: ...
+    @property
     def hooked(self) -> list[bool]:
         """
         By slot: whether the engine's own hook gives the same node.
@@ -207,7 +209,7 @@ class LayerMap:
     @property
     def nodes(self) -> list[tuple[str, bool]]:
         """
-        By slot (0..n, then the norm): the node's name, and whether it has rows for outputs only.
+        By slot (0..n, then the norm): the node's name, and whether it has rows for outputs only. The norm's name is empty where the model has none.
         """
     @property
     def norm_slot(self) -> int: ...

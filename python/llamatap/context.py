@@ -350,6 +350,7 @@ class Context(NotCopied):
 
         :param row: which entry; negative ones count from the end of the batch.
         :raises InvalidInputError: no such entry, or it was not an output.
+        :raises UnsupportedError: the model has no output head (encoders).
         """
         return self.native.logits(integer("row", row))
 

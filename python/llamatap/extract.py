@@ -413,7 +413,8 @@ def extract(
     :param inputs: a text, token ids, or a list of either; a list gives a list. Texts are tokenised with
         special tokens added and recognised.
     :param layers: ids 0..n, negative from the end (-1 is H_n, pre-norm; -2 is what enters the last
-        block), ``"norm"`` for norm(H_n); any subset, in any order, repeats kept.
+        block), ``"norm"`` for norm(H_n); any subset, in any order, repeats kept. :mod:`llamatap.layers` says
+        what they are in a post-norm encoder (BERT), which has no ``"norm"``.
     :param dtype: float32 (unless said here or given by ``out``), float16 or bfloat16; converted while
         copying, to nearest even.
     :param max_length: cut prompts on the right to this many tokens.
@@ -426,7 +427,8 @@ def extract(
     :returns: :class:`llamatap.States`, or a list of them, in the order of the inputs.
     :raises InvalidInputError: an argument is wrong; nothing was computed.
     :raises ContextFullError: a prompt is too long; with both numbers.
-    :raises UnsupportedError: the model carries no single residual stream.
+    :raises UnsupportedError: the model carries no single residual stream, or is no language model or
+        encoder of its own (encoder-decoders, drafters), or ``"norm"`` is asked of one that has none.
     :raises BusyError: another thread uses the context.
 
     Nothing after the last wanted layer is computed, the output head included. Many short prompts share

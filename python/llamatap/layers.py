@@ -5,6 +5,11 @@ last block, before the final norm ("pre-norm"); ``norm(H_n)`` is what the output
 a layer id is that i, in 0..n; negative ids count back from n+1 (-1 is H_n, -2 is H_{n-1}); ``"norm"`` is
 norm(H_n).
 
+Post-norm encoders (BERT and its family) norm what each block gives: the stream that enters block i is the
+output of the last norm of block i-1, H_0 is the normed sum of the embeddings, and H_n is the model's last
+output. They have no final norm, so asking for ``"norm"`` raises :class:`llamatap.UnsupportedError`, and the
+last of transformers' ``hidden_states`` is H_n there.
+
 Other systems number differently, and a state of the wrong layer is still fluent. So ids of other systems
 are translated by the name of the system:
 

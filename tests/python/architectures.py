@@ -1,12 +1,18 @@
-"""What is checked of every architecture, on the tiny random models that the engine's own program writes.
+"""What is checked of every architecture, on tiny random models.
+
+They are those that the engine's own program writes, and ours (the folder tinies) of what it cannot write.
 
 None of the checks knows how a layer is found: they look at states, weights and logits from outside.
+
+python tests/python/architectures.py MODEL SCRATCH    prints what the snapshot holds of one file
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +39,6 @@ EXACT = {**EXACT_ANYWHERE, "n_threads": 1}
 #: 1e-5; where GELU comes from the engine's table of float16 values, neighbouring entries are 5e-4 apart.
 BOUND = 2e-4
 LENGTHS = (7, 33, 20)
-NON_CAUSAL = {"dream", "llada", "llada-moe", "rnd1"}
 #: Blocks that run several times have no weights of their own to change.
 SHARED_BLOCKS = {"hrm_text"}
 #: What an empty block keeps, because something is divided by it or by what comes of it.
@@ -69,7 +74,8 @@ def tokens_for(model: lt.Model, count: int) -> list[int]:
 
 
 def all_layers(model: lt.Model) -> list[lt.LayerId]:
-    return [*range(model.n_layer + 1), "norm"]
+    pre_norm: list[lt.LayerId] = [*range(model.n_layer + 1)]
+    return [*pre_norm, "norm"] if model.layer_map.has_norm else pre_norm
 
 
 class Weights:
@@ -90,7 +96,8 @@ class Weights:
         if any(name.endswith(GATE) for name in self.tensors):
             kept += (GATE, "_norm.weight")
         for name, tensor in self.tensors.items():
-            if not name.startswith(f"blk.{block}.") or (factor == 0 and name.endswith(kept)):
+            of_block = name.startswith((f"blk.{block}.", f"enc.blk.{block}."))
+            if not of_block or (factor == 0 and name.endswith(kept)):
                 continue
             assert tensor.tensor_type == gguf.GGMLQuantizationType.F32, name
             tensor.data[:] *= np.float32(factor)
@@ -102,8 +109,8 @@ def check_every_way(model: lt.Model, whole: NDArray[Any], tokens: list[int]) -> 
     layers = all_layers(model)
     assert np.isfinite(whole).all()
     prompts = [tokens[:length] for length in LENGTHS]
-    causal = model.arch not in NON_CAUSAL
-    if causal:
+    # Without a memory all tokens are computed at once: there are no pieces.
+    if model.layer_map.has_memory:
         expected = [whole[:length] for length in LENGTHS]
         for n_ubatch in (16, 1):
             with lt.Extractor(model, n_ubatch=n_ubatch, **EXACT) as extractor:
@@ -169,7 +176,8 @@ def check_hooks(model: lt.Model, whole: NDArray[Any], tokens: list[int]) -> list
 
 def check_blocks(path: Path, scratch: Path, whole: NDArray[Any], tokens: list[int]) -> bool:
     """A block changes the states behind it and none before. Returns whether an empty one adds nothing."""
-    n_layer = whole.shape[1] - 2
+    with lt.Model(path) as model:
+        n_layer = model.n_layer
     residual = True
     for block in range(n_layer):
         for factor in (1.25, 0.0):
@@ -209,14 +217,28 @@ def what_enters(model: lt.Model, weights: Weights, first: NDArray[Any], tokens: 
     """H_0 from NumPy."""
     rows = model.token_embeddings(tokens).astype(np.float64)
     candidates = {"embedding": rows}
+    sum_ = "embedding"
+    types = weights.get("token_types.weight")
+    if types is not None:
+        rows = rows + types[0]
+        sum_ += " + token type"
     scale = float((first * rows).sum() / (rows * rows).sum())
     candidates["embedding, scaled"] = rows * scale
     positions = weights.get("position_embd.weight")
     if positions is not None:
-        candidates["embedding + position"] = rows + positions[: len(tokens)]
+        rows = rows + positions[: len(tokens)]
+        sum_ += " + position"
+    candidates[sum_] = rows
     gain, shift = weights.get("token_embd_norm.weight"), weights.get("token_embd_norm.bias")
     for name, normed in norms_of(model, rows, gain, shift).items():
-        candidates[f"{name} of the embedding"] = normed
+        candidates[f"{name} of the {sum_}"] = normed
+    turned_on = model.metadata.get(f"{model.arch}.adapters.token_ids_activate", [])
+    if turned_on:
+        instead = dict(
+            zip(turned_on, model.metadata[f"{model.arch}.adapters.token_ids_substitute"], strict=True)
+        )
+        replaced = model.token_embeddings([instead.get(token, token) for token in tokens])
+        candidates["embedding, tokens of adapters replaced"] = replaced.astype(np.float64)
     start = weights.get("hrm.z_l_init")
     if start is not None:
         factor = float(((first - start) * rows).sum() / (rows * rows).sum())
@@ -237,14 +259,21 @@ def norms_of(model: lt.Model, x: Array, gain: Array | None, shift: Array | None)
 
 
 def what_leaves(
-    model: lt.Model, weights: Weights, whole: NDArray[Any], logits: NDArray[Any]
+    model: lt.Model, weights: Weights, whole: NDArray[Any], logits: NDArray[Any] | None
 ) -> tuple[str, str]:
-    """norm(H_n) from H_n, and the logits from that, by NumPy and the file's weights."""
+    """norm(H_n) from H_n, and the logits from that, by NumPy and the file's weights; "none" without them."""
+    if not model.layer_map.has_norm:
+        assert logits is None
+        return "none", "none"
     last, normed = whole[:, -2].astype(np.float64), whole[:, -1].astype(np.float64)
     gain, shift = weights.get("output_norm.weight"), weights.get("output_norm.bias")
+    if gain is None:
+        gain = weights.get("enc.output_norm.weight")
     if gain is None and model.arch.startswith("lfm2"):
         gain = weights.get("token_embd_norm.weight")  # that is its output norm
     norm = _first(norms_of(model, last, gain, shift), normed) or "?"
+    if logits is None:
+        return norm, "none"
 
     matrix = weights.get("output.weight")
     if matrix is None:
@@ -257,6 +286,9 @@ def what_leaves(
         heads["matmul + bias"] = plain + bias
     scale = float((plain * logits).sum() / (plain * plain).sum())
     heads["matmul, scaled"] = plain * scale
+    hidden = logits == np.finfo(np.float32).min
+    if hidden.any():
+        logits, heads = logits[~hidden], {"matmul, some hidden": plain[~hidden]}
     cap = model.metadata.get(f"{model.arch}.final_logit_softcapping")
     if cap:
         heads["matmul, soft cap"] = np.tanh(plain / float(str(cap))) * float(str(cap))
@@ -279,7 +311,10 @@ def findings(path: Path, scratch: Path) -> Findings:
                 batch.add(token, position, output=True)
             context.decode(batch)
             assert distance(tap.states.array, whole) < BOUND, "tapped with all logits"
-            logits = np.stack([context.logits(row) for row in range(len(tokens))])
+            try:
+                logits = np.stack([context.logits(row) for row in range(len(tokens))])
+            except lt.UnsupportedError:
+                logits = None
         weights = Weights(path)
         first = what_enters(model, weights, whole[:, 0], tokens)
         norm, head = what_leaves(model, weights, whole, logits)
@@ -312,3 +347,18 @@ def entry(path: Path, scratch: Path) -> dict[str, Any]:
         return asdict(findings(path, scratch))
     except lt.UnsupportedError as error:
         return {"unsupported": str(error)}
+    except lt.ModelLoadError as error:
+        return {"not loaded": str(error).replace(str(path), "")}
+
+
+def entry_of_child(path: Path, scratch: Path) -> dict[str, Any]:
+    """The same from a process of its own, which the engine may abort."""
+    command = [sys.executable, __file__, str(path), str(scratch)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, f"{path.name}: exit status {done.returncode}: {done.stderr[-2000:]}"
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(entry(Path(sys.argv[1]), Path(sys.argv[2]))))

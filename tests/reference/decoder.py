@@ -57,12 +57,12 @@ def rotate(x: Array, positions: NDArray[np.int64], base: float, halves: bool) ->
     return out
 
 
-def attention(q: Array, k: Array, v: Array, seen: NDArray[np.bool_]) -> Array:
+def attention(q: Array, k: Array, v: Array, seen: NDArray[np.bool_], bias: Array | float = 0.0) -> Array:
     """Attention of (tokens, heads, width); k and v have fewer heads, shared by groups of q's."""
     n, heads, width = q.shape
     groups = heads // k.shape[1]
     k, v = np.repeat(k, groups, axis=1), np.repeat(v, groups, axis=1)
-    scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(width)
+    scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(width) + bias
     scores = np.where(seen, scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
