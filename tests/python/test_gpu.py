@@ -79,3 +79,37 @@ def test_token_embeddings_come_from_wherever_they_are(model: lt.Model, tiny: Tin
 def test_provenance_names_the_device(model: lt.Model) -> None:
     assert model.devices
     assert lt.extract(model, [3, 4], [1]).provenance["backend"] == ", ".join(model.devices)
+
+
+def test_hooks_and_callback_give_the_same_bits(
+    model: lt.Model, tiny: TinyLlama, rng: np.random.Generator
+) -> None:
+    tokens = random_tokens(rng, model, 70)
+    batch = lt.Batch.of(tokens.tolist())
+    found = []
+    with model.context(n_ctx=256, n_ubatch=16) as context:
+        for way in ("callback", "hooks", "automatic"):
+            context.memory.clear()
+            array, _ = context.native.decode_tapped(
+                model.layer_map, [0, 1, 2, 3], "float32", False, batch, way
+            )
+            found.append(array)
+            plain = context.logits()
+    states, _, logits = decoder.forward(tiny.shape(), tiny.weights, tiny.entering(tokens))
+    assert np.array_equal(found[0], found[1])
+    assert np.array_equal(found[0], found[2])
+    for layer in range(4):
+        assert relative(found[1][:, layer], states[layer]) < BOUND
+    assert relative(plain, logits[-1]) < BOUND
+
+
+def test_embeddings_in_place_of_tokens(model: lt.Model, tiny: TinyLlama, rng: np.random.Generator) -> None:
+    values = rng.standard_normal((9, tiny.n_embd)).astype(np.float32)
+    states, _, _ = decoder.forward(tiny.shape(), tiny.weights, values.astype(np.float64))
+    batch = lt.Batch(n_embd=tiny.n_embd)
+    for position, row in enumerate(values):
+        batch.add_embedding(row, position, output=position == 8)
+    with model.context(n_ctx=256) as context, context.tap(range(tiny.n_layer + 1)) as tap:
+        context.decode(batch)
+        for layer in range(tiny.n_layer + 1):
+            assert relative(tap.states[layer], states[layer]) < BOUND, f"H_{layer}"
