@@ -150,7 +150,9 @@ def _info(arguments: argparse.Namespace) -> int:
         try:
             nodes = model.layer_map.nodes
             facts["layers"] = {
-                str(slot) if slot <= model.n_layer else "norm": name for slot, (name, _) in enumerate(nodes)
+                str(slot) if slot <= model.n_layer else "norm": name
+                for slot, (name, _) in enumerate(nodes)
+                if slot <= model.n_layer or model.layer_map.has_norm
             }
             facts["states"] = True
         except UnsupportedError as error:
@@ -172,7 +174,8 @@ def _info(arguments: argparse.Namespace) -> int:
         ("chat template", "yes" if facts["chat_template"] else "no"),
         (
             "layers",
-            f'0..{n} (0 enters the first block, {n} leaves the last one), and "norm"'
+            f"0..{n} (0 enters the first block, {n} leaves the last one)"
+            + (', and "norm"' if "norm" in facts["layers"] else "")
             if facts["states"]
             else f"none: {facts['reason']}",
         ),

@@ -56,8 +56,8 @@ def check(tiny: Tiny, states: lt.States, tokens: Any) -> None:
     """Within float32 of the formulas.
 
     GELU is read from a table of float16: what goes in and comes out is rounded by up to 2^-11, by which the
-    engine differs from the formula. When the reference rounds likewise, what is left is a value here and there
-    that falls to the other side of a rounding: little over many rows.
+    engine differs from the formula. When the reference rounds likewise, what is left is a value here and
+    there that falls to the other side of a rounding: little over many rows.
     """
     shape = shape_of(tiny.arch)
     weighed = [(shape, 1e-6)]
