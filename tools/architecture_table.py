@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "python"), str(ROOT / "tests")]
 
 import architectures  # noqa: E402
+from tinies.files import FILES  # noqa: E402
 
 TABLE = ROOT / "docs" / "architectures.md"
 
 HEAD = """# Architectures
 
 Made by `make architectures`, which runs the checks of tests/python/architectures.py on the tiny random models
-that the engine's own `test-llama-archs` writes, one or two for each architecture. `make test` runs them again
-and fails when anything in this table is no longer so.
+that the engine's own `test-llama-archs` writes, one or two for each architecture, and on files of our own for
+the others. `make test` runs them again and fails when anything in these tables is no longer so.
 
 `ok` says that all layers and norm(`H_n`) were the same in one piece and in chunks of 16 and of 1 token,
 alone and in a ragged batch, extracted and tapped, with unified and with separate memory; that other
@@ -33,37 +35,77 @@ engine's own names for `H_0`, `H_1` and `H_n`, by operation where they have none
 whether a block whose weights are all zero hands its input on unchanged, to the bit: the state is then
 the residual stream itself, neither normed nor scaled.
 
-| arch | ok | nodes | `H_0` | empty block | final norm | head | remark |
+## Files of the engine's writer
+
+"""
+
+OWN_HEAD = """
+## Files of our own
+
+Of the architectures that the engine's program cannot write, tests/python/tinies writes files, and the same
+checks are run on them, each in a process of its own. Encoders (those without a head) are computed at once,
+and compared alone, batched, extracted and tapped; tests/python/test_encoders.py compares all layers of most
+with NumPy. What cannot give states must say so and never abort.
+
+"""
+
+COLUMNS = """| arch | ok | nodes | `H_0` | empty block | final norm | head | remark |
 | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 
+POST_NORM = "post-norm: `H_i` is normed, and nothing is normed after the last block"
+SEVERAL = "the engine mixes up several sequences: one at a time"
+
 REMARKS = {
+    "arwkv7": SEVERAL,
+    "bert": POST_NORM,
+    "chameleon": "the engine hides image tokens in the first row of logits only",
     "dream": "no causal attention: a prompt is computed at once",
+    "gemma4": "a block may end in a scale of the stream",
+    "graniteswitch": "of tokens only: the engine aborts on embeddings in their place",
     "hrm_text": "the same blocks run several times; each run has a layer id",
+    "jina-bert-v2": POST_NORM,
+    "jina-bert-v3": POST_NORM,
     "kimi-k3": "`H_i` is the stream, though blocks attend to earlier ones too; `H_n` is what the norm reads",
     "llada": "no causal attention: a prompt is computed at once",
     "llada-moe": "no causal attention: a prompt is computed at once",
     "minimax-01": "a block adds to what its norm gives; `H_i` is what the norm reads",
-    "plamo2": "the engine mixes up several sequences: one at a time",
+    "nomic-bert": POST_NORM,
+    "nomic-bert-moe": POST_NORM,
+    "plamo2": SEVERAL,
+    "rwkv6qwen2": SEVERAL,
     "rnd1": "no causal attention: a prompt is computed at once",
 }
 
 
-def table(snapshot: dict[str, Any]) -> str:
+def rows(snapshot: dict[str, Any], names: list[str]) -> str:
     lines = []
-    for name, found in sorted(snapshot.items()):
+    for name in names:
+        found = snapshot[name]
         kind = " (MoE)" if name.endswith("-moe") and name.removesuffix("-moe") + "-dense" in snapshot else ""
+        if "not loaded" in found:
+            lines.append(f"| {name} | ModelLoadError | | | | | | {found['not loaded']} |")
+            continue
+        arch = found["unsupported"].split(": ", 1)[0] if "unsupported" in found else found["arch"]
+        if name in FILES and name != arch:
+            kind = f" ({name.removeprefix(arch + '-')})"
         if "unsupported" in found:
-            arch, reason = found["unsupported"].split(": ", 1)
+            reason = found["unsupported"].split(": ", 1)[1]
             lines.append(f"| {arch}{kind} | UnsupportedError | | | | | | {reason} |")
             continue
         nodes = ", ".join((found["nodes"][0], found["nodes"][1], found["nodes"][-2]))
         lines.append(
-            f"| {found['arch']}{kind} | ok | {nodes} | {found['first']} | "
+            f"| {arch}{kind} | ok | {nodes} | {found['first']} | "
             f"{'unchanged' if found['residual'] else '-'} | {found['norm']} | {found['head']} | "
             f"{REMARKS.get(found['arch'], '')} |"
         )
-    return HEAD + "\n".join(lines) + "\n"
+    return COLUMNS + "\n".join(lines) + "\n"
+
+
+def table(snapshot: dict[str, Any]) -> str:
+    engine = sorted(name for name in snapshot if name not in FILES)
+    own = sorted(name for name in snapshot if name in FILES)
+    return HEAD + rows(snapshot, engine) + OWN_HEAD + rows(snapshot, own)
 
 
 def main() -> None:
@@ -81,6 +123,11 @@ def main() -> None:
                 continue
             snapshot[path.stem] = architectures.entry(path, folder / "changed.gguf")
             print(path.stem, snapshot[path.stem].get("unsupported", "ok"), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in sorted(FILES):
+            path = FILES[name]().write(Path(folder) / f"{name}.gguf")
+            snapshot[name] = architectures.entry_of_child(path, Path(folder) / "changed")
+            print(name, next(iter(snapshot[name].values())), flush=True)
     architectures.SNAPSHOT.write_text(json.dumps(snapshot, indent=1) + "\n")
     TABLE.parent.mkdir(exist_ok=True)
     TABLE.write_text(table(snapshot))

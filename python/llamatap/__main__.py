@@ -145,7 +145,9 @@ def _info(arguments: argparse.Namespace) -> int:
     if not found.states:
         layers = f"none: {found.error}"
     else:
-        layers = f'0..{n} (0 enters the first block, {n} leaves the last one), and "norm"'
+        layers = f"0..{n} (0 enters the first block, {n} leaves the last one)"
+        if found.layers[-1].layer == "norm":
+            layers += ', and "norm"'
         if no_number:
             layers += f"; NOT FINITE: {', '.join(no_number)}"
     for label, value in (

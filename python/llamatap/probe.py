@@ -60,7 +60,7 @@ class Probe:
     n_vocab: int | None = None
     n_ctx_train: int | None = None
     chat_template: bool | None = None
-    #: H_0..H_n, then norm(H_n).
+    #: H_0..H_n, then norm(H_n) where the model has a final norm.
     layers: tuple[LayerProbe, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -149,8 +149,10 @@ def _find_out(path: Path) -> None:
             n_ctx_train=model.n_ctx_train,
             chat_template=model.chat_template is not None,
         )
-        layers: list[LayerId] = [*range(model.n_layer + 1), "norm"]
-        nodes = [name for name, _ in model.layer_map.nodes]
+        layers: list[LayerId] = [*range(model.n_layer + 1)]
+        if model.layer_map.has_norm:
+            layers.append("norm")
+        nodes = [name for name, _ in model.layer_map.nodes[: len(layers)]]
         tokens = np.linspace(0, model.n_vocab - 1, _TOKENS).astype(np.int32)
         with Extractor(model) as extractor:
             found = extractor(tokens, layers).array.astype(np.float64)

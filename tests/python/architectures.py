@@ -348,7 +348,7 @@ def entry(path: Path, scratch: Path) -> dict[str, Any]:
     except lt.UnsupportedError as error:
         return {"unsupported": str(error)}
     except lt.ModelLoadError as error:
-        return {"not loaded": str(error).replace(str(path), "")}
+        return {"not loaded": str(error).replace(f"cannot load {path}: ", "")}
 
 
 def entry_of_child(path: Path, scratch: Path) -> dict[str, Any]:

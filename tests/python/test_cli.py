@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tinies.files import FILES
 
 import llamatap as lt
 from llamatap.__main__ import main
@@ -19,6 +20,16 @@ def test_info(smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [layer["layer"] for layer in facts["layers"]] == [*range(31), "norm"]
     assert main(["info", str(smollm2_path)]) == 0
     assert "0..30" in capsys.readouterr().out
+
+
+def test_info_of_a_model_without_a_final_norm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = FILES["bert"]().write(tmp_path / "bert.gguf")
+    assert main(["info", str(path), "--json"]) == 0
+    assert list(json.loads(capsys.readouterr().out)["layers"]) == ["0", "1", "2", "3"]
+    assert main(["info", str(path)]) == 0
+    layers = capsys.readouterr().out.splitlines()[-1]
+    assert "0..3" in layers
+    assert "norm" not in layers
 
 
 @pytest.mark.parametrize(

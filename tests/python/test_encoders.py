@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import EXACT, random_tokens, relative
 from tinies import EPS, N_CTX, Tiny
-from tinies.encoders import N_HEAD, N_LAYER
+from tinies.encoders import N_BUCKETS, N_HEAD, N_LAYER
 from tinies.files import FILES
 
 import llamatap as lt
@@ -26,6 +26,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "modern-bert": {"activation": "gelu", "rope_base": 160000.0, "window": 8},
     "neo-bert": {"rms": True, "positions": "pairs"},
     "eurobert": {"rms": True, "n_head_kv": N_HEAD // 2},
+    "t5encoder": {
+        "rms": True,
+        "positions": "buckets",
+        "activation": "gelu",
+        "prefix": "enc.",
+        "n_buckets": N_BUCKETS,
+    },
     "llama-embed": {"rms": True, "positions": "pairs", "n_head_kv": N_HEAD // 2},
 }
 

@@ -1,4 +1,4 @@
-"""The blocks of encoders in float64: the family of BERT, ModernBERT, NeoBERT and EuroBERT.
+"""The blocks of encoders in float64: the family of BERT, ModernBERT, NeoBERT, EuroBERT, T5's encoder.
 
 BERT (arXiv:1810.04805) adds embeddings of token, position and token type and norms the sum by LayerNorm
 (arXiv:1607.06450). A block is post-norm, as in arXiv:1706.03762: x = norm(x + attention(x)), then
@@ -10,7 +10,8 @@ slope * |distance| from the scores instead (arXiv:2108.12409).
 ModernBERT (arXiv:2412.13663), NeoBERT (arXiv:2502.19587) and EuroBERT (arXiv:2503.05500) are pre-norm:
 x = x + attention(norm(x)), x = x + feed_forward(norm(x)), and a norm after the last block. ModernBERT has no
 norm before the first attention, and all but every third block see a window around a token, with a rotary base
-of their own.
+of their own. T5's encoder (arXiv:1910.10683, section 2.1) is pre-norm too. Its scores are not scaled; what a
+head learnt for the distance of two tokens is added to them, in buckets that widen with it.
 
 GELU is its tanh form (arXiv:1606.08415), which the engine computes for all of them. It reads it from a table
 with an entry for each float16 value, so the reference can round what goes in and what comes out likewise.
@@ -36,12 +37,15 @@ class Shape:
     eps: float
     post_norm: bool = False
     rms: bool = False  # instead of LayerNorm
-    positions: Literal["learned", "halves", "pairs", "alibi"] = "halves"
+    positions: Literal["learned", "halves", "pairs", "alibi", "buckets"] = "halves"
     activation: Literal["gelu", "silu"] = "silu"
     rope_base: float = 10000.0
     window: int = 0  # a local block sees window // 2 tokens to either side; 0: all
     window_base: float = 10000.0
     half_gelu: bool = False  # through float16, as the engine's table
+    prefix: str = ""  # of the names of blocks
+    n_buckets: int = 0  # of distances
+    furthest: int = 128  # the distance from which on all are in one bucket
 
     def is_local(self, block: int) -> bool:
         return self.window > 0 and block % 3 != 0
@@ -51,6 +55,20 @@ def layer_norm(x: Array, weight: Array, bias: Array | float, eps: float) -> Arra
     centred = x - x.mean(axis=-1, keepdims=True)
     result: Array = centred / np.sqrt((centred * centred).mean(axis=-1, keepdims=True) + eps) * weight + bias
     return result
+
+
+def bucket(distance: int, n_buckets: int, furthest: int) -> int:
+    """Half of the buckets are of tokens behind; of each half, the first half are of one distance each, the
+    others of distances that grow geometrically."""
+    half = n_buckets // 2
+    exact = half // 2
+    offset, distance = (half if distance > 0 else 0), abs(distance)
+    if distance < exact:
+        return offset + distance
+    steps = half - exact
+    # The largest k with exact * (furthest / exact)^(k / steps) <= distance, in whole numbers.
+    k: int = sum(distance**steps * exact**j >= furthest**j * exact**steps for j in range(1, steps))
+    return offset + exact + k
 
 
 class _Model:
@@ -79,7 +97,7 @@ class _Model:
         return self.norm("token_embd_norm", x)
 
     def attention(self, block: int, x: Array) -> Array:
-        shape, name = self.shape, f"blk.{block}.attn_"
+        shape, name = self.shape, f"{self.shape.prefix}blk.{block}.attn_"
         if f"{name}qkv.weight" in self.w:
             q, k, v = np.split(self.linear(f"{name}qkv", x), 3, axis=-1)
         else:
@@ -96,7 +114,13 @@ class _Model:
         if shape.positions == "alibi":
             slopes = 2.0 ** (-8 * (np.arange(shape.n_head) + 1) / shape.n_head)
             bias = -slopes[:, None, None] * distance
-        return self.linear(f"{name}output", decoder.attention(q, k, v, seen, bias))
+        if shape.positions == "buckets":
+            reach = range(len(x))
+            buckets = [[bucket(j - i, shape.n_buckets, shape.furthest) for j in reach] for i in reach]
+            bias = np.moveaxis(self.w[f"{shape.prefix}blk.0.attn_rel_b.weight"][np.array(buckets)], -1, 0)
+            q = q * np.sqrt(q.shape[-1])
+        output = f"{name}output" if f"{name}output.weight" in self.w else f"{name}o"
+        return self.linear(output, decoder.attention(q, k, v, seen, bias))
 
     def activate(self, x: Array) -> Array:
         gelu = self.shape.activation == "gelu"
@@ -106,7 +130,7 @@ class _Model:
         return rounded.astype(np.float16).astype(np.float64)
 
     def feed_forward(self, block: int, x: Array) -> Array:
-        name = f"blk.{block}.ffn_"
+        name = f"{self.shape.prefix}blk.{block}.ffn_"
         up = self.linear(f"{name}up", x)
         if f"{name}gate.weight" in self.w:
             inner = self.activate(self.linear(f"{name}gate", x)) * up
@@ -118,7 +142,7 @@ class _Model:
         return self.linear(f"{name}down", inner)
 
     def block(self, i: int, x: Array) -> Array:
-        name = f"blk.{i}."
+        name = f"{self.shape.prefix}blk.{i}."
         if self.shape.post_norm:
             x = self.norm(f"{name}attn_output_norm", x + self.attention(i, x))
             return self.norm(f"{name}layer_output_norm", x + self.feed_forward(i, x))

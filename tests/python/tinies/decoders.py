@@ -46,12 +46,31 @@ def _per_layer_inputs(n_layer: int, width: int) -> Shapes:
     return shapes
 
 
-def gemma4(*, per_layer: bool = True, scaled: bool = True) -> Tiny:
-    """Six blocks, of which 4 sees all; the last two use the keys and values of those before."""
-    n_layer, width = 6, 32
+def _gemma4_experts(block: str, n_expert: int, n_ff: int) -> Shapes:
+    """Beside the feed-forward of every token, with norms of their own; the router scales what it reads."""
+    shapes: Shapes = {
+        f"{block}ffn_gate_inp.weight": (n_expert, N_EMBD),
+        f"{block}ffn_gate_inp.scale": (N_EMBD,),
+        f"{block}ffn_gate_up_exps.weight": (n_expert, 2 * n_ff, N_EMBD),
+        f"{block}ffn_down_exps.weight": (n_expert, N_EMBD, n_ff),
+    }
+    for name in ("pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"):
+        shapes |= norm(block + name, N_EMBD)
+    return shapes
+
+
+def gemma4(*, per_layer: bool = True, scaled: bool = True, n_expert: int = 0) -> Tiny:
+    """Six blocks, of which 3 and 5 see all; 4 and 5 use the keys and values of 2 and 3."""
+    n_layer, width, shared = 6, 32, 2
     shapes = _ends(head=False)
     for i in range(n_layer):
-        shapes |= _gemma_block(f"blk.{i}.")
+        block = _gemma_block(f"blk.{i}.")
+        if i >= n_layer - shared:
+            for name in ("attn_k", "attn_v", "attn_k_norm"):
+                del block[f"blk.{i}.{name}.weight"]
+        shapes |= block
+        if n_expert:
+            shapes |= _gemma4_experts(f"blk.{i}.", n_expert, 32)
         if scaled:
             shapes[f"blk.{i}.layer_output_scale.weight"] = (1,)
     shapes["rope_freqs.weight"] = (HEAD // 2,)
@@ -59,21 +78,27 @@ def gemma4(*, per_layer: bool = True, scaled: bool = True) -> Tiny:
         shapes |= _per_layer_inputs(n_layer, width)
     more: dict[str, Value] = {
         "embedding_length_per_layer_input": width if per_layer else 0,
-        "attention.shared_kv_layers": 0,
+        "attention.shared_kv_layers": shared,
         "attention.sliding_window": 8,
-        "attention.sliding_window_pattern": [i != 4 for i in range(n_layer)],
+        "attention.sliding_window_pattern": [i not in (3, 5) for i in range(n_layer)],
         "attention.key_length": HEAD,
         "attention.value_length": HEAD,
         "attention.key_length_swa": HEAD,
         "attention.value_length_swa": HEAD,
         "final_logit_softcapping": 30.0,
     }
+    if n_expert:
+        more |= {"expert_count": n_expert, "expert_used_count": 2, "expert_feed_forward_length": 32}
     return Tiny("gemma4", _keys(n_layer, **more), shapes)
 
 
 def gemma4_plain() -> Tiny:
     """Without inputs per layer and without a scale, as the larger models."""
     return gemma4(per_layer=False, scaled=False)
+
+
+def gemma4_moe() -> Tiny:
+    return gemma4(per_layer=False, n_expert=4)
 
 
 def gemma3n() -> Tiny:

@@ -21,6 +21,7 @@ N_EMBD = 64
 N_HEAD = 4
 N_FF = 96
 N_TYPES = 2
+N_BUCKETS = 8  # of distances (T5)
 
 
 def _keys(**more: Value) -> dict[str, Value]:
@@ -159,7 +160,7 @@ def _t5_stack(prefix: str, *, cross: bool) -> Shapes:
             for part in "qkvo":
                 shapes |= linear(f"{block}{name}_{part}", N_EMBD, N_EMBD)
         if i == 0:
-            shapes[f"{block}attn_rel_b.weight"] = (8, N_HEAD)
+            shapes[f"{block}attn_rel_b.weight"] = (N_BUCKETS, N_HEAD)
         shapes |= norm(f"{block}ffn_norm", N_EMBD)
         shapes |= feed_forward(block, N_EMBD, N_FF)
     return shapes | norm(f"{prefix}.output_norm", N_EMBD)
@@ -169,7 +170,7 @@ def _t5(arch: str, *, decoder: bool) -> Tiny:
     keys: dict[str, Value] = {
         **common(N_LAYER, N_EMBD, N_HEAD, N_FF),
         "attention.layer_norm_rms_epsilon": EPS,
-        "attention.relative_buckets_count": 8,
+        "attention.relative_buckets_count": N_BUCKETS,
     }
     if decoder:
         keys["decoder_start_token_id"] = 0

@@ -21,6 +21,7 @@ FILES: dict[str, Callable[[], Tiny]] = {
     "gemma-embedding": encoders.gemma_embedding,
     "gemma3n": decoders.gemma3n,
     "gemma4": decoders.gemma4,
+    "gemma4-moe": decoders.gemma4_moe,
     "gemma4-plain": decoders.gemma4_plain,
     "gemma4-assistant": parts.gemma4_assistant,
     "gptj": parts.gptj,
