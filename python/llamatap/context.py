@@ -318,9 +318,11 @@ class Context(NotCopied):
                 native.decode(batch)
                 return
             tap._last = None
+            # Another thread may close the model meanwhile.
+            layer_map, n_layer = self.model.layer_map, self.model.n_layer
             array, tokens = native.decode_tapped(
-                self.model.layer_map,
-                layer_ids.slots(tap.layers, self.model.n_layer),
+                layer_map,
+                layer_ids.slots(tap.layers, n_layer),
                 tap.dtype,
                 tap.rows == "outputs",
                 batch,
@@ -331,7 +333,7 @@ class Context(NotCopied):
             typed_view(array, tap.dtype),
             tokens,
             tap.layers,
-            n_layer=self.model.n_layer,
+            n_layer=n_layer,
             source=self.source,
             details={"rows": tap.rows},
         )
