@@ -4,11 +4,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <chrono>
 #include <limits>
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "capture/block.hpp"
@@ -29,14 +27,13 @@ void register_capture(py::module_& module);
 void register_sampler(py::module_& module);
 
 /// Releases the GIL while it lives. A thread that comes back when the interpreter is going down waits here
-/// for the end of the process: before Python 3.14, taking the GIL then would end the thread by unwinding it.
-/// Where the interpreter is quicker, the destructor lets the unwinding through, which pybind11's own does
-/// not.
+/// for the end of the process: before Python 3.14, taking the GIL then would end the thread by unwinding it,
+/// which nothing survives that an exception of ours is unwinding already.
 class GilReleased {
  public:
   GilReleased() : state_(PyEval_SaveThread()) {}
   ~GilReleased() noexcept(false) {
-    while (Activity::ended_elsewhere()) std::this_thread::sleep_for(std::chrono::seconds(1));
+    const Activity::Return back;
     PyEval_RestoreThread(state_);
   }
   GilReleased(const GilReleased&) = delete;

@@ -89,8 +89,9 @@ class _Run:
     ) -> None:
         if model.n_layer == 0:
             model.layer_map  # noqa: B018  without weights there are no blocks either: raises
-        self.layers = layer_ids.normalize(layers, model.n_layer)
-        self.slots = layer_ids.slots(self.layers, model.n_layer)
+        self.n_layer = model.n_layer
+        self.layers = layer_ids.normalize(layers, self.n_layer)
+        self.slots = layer_ids.slots(self.layers, self.n_layer)
         if pool is not None and (not isinstance(pool, str) or pool not in ("mean", "last", "max")):
             raise InvalidInputError(f"pool must be 'mean', 'last' or 'max', not {pool!r}")
         self.pool = pool
@@ -173,7 +174,7 @@ class _Run:
             array,
             job.tokens[job.begin : job.end],
             self.layers,
-            n_layer=context.model.n_layer,
+            n_layer=self.n_layer,
             source=context.source,
             details={
                 "window": [job.begin, job.end],

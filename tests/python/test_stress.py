@@ -1,0 +1,122 @@
+"""Much at once, and much for long: right results, and memory that does not grow."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import resource
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import EXACT as EXACT_ANYWHERE
+from conftest import random_tokens
+from numpy.typing import NDArray
+
+import llamatap as lt
+
+EXACT = {**EXACT_ANYWHERE, "n_threads": 1}
+LAYERS: list[lt.LayerId] = [0, 2, -1, "norm"]
+
+
+def test_contexts_of_one_model_in_several_threads(tiny_model: lt.Model) -> None:
+    """Decoding, tapping and extracting at once: each thread gets, bit for bit, what it gets alone."""
+    rng = np.random.default_rng(3)
+    prompts = [random_tokens(rng, tiny_model, length).tolist() for length in (5, 40, 17, 90)]
+
+    def decoded(prompt: list[int], context: lt.Context) -> NDArray[Any]:
+        context.memory.clear()
+        context.decode(lt.Batch.of(prompt))
+        logits = [context.logits()]
+        for step in range(3):
+            context.decode(lt.Batch.of([int(logits[-1].argmax())], pos0=len(prompt) + step))
+            logits.append(context.logits())
+        return np.stack(logits)
+
+    def tapped(prompt: list[int], context: lt.Context) -> NDArray[Any]:
+        context.memory.clear()
+        with context.tap(LAYERS) as tap:
+            context.decode(lt.Batch.of(prompt))
+        return tap.states.array
+
+    def extracted(prompt: list[int], context: lt.Context) -> NDArray[Any]:
+        context.memory.clear()
+        return lt.extract(context, [prompt, prompt[:4]], LAYERS)[0].array
+
+    works: list[Callable[[list[int], lt.Context], NDArray[Any]]] = [decoded, tapped, extracted] * 2
+
+    def contexts() -> list[lt.Context]:
+        return [tiny_model.context(n_ctx=512, n_seq_max=2, **EXACT) for _ in works]
+
+    with_all = contexts()
+    alone = [[work(p, c) for p in prompts] for work, c in zip(works, with_all, strict=True)]
+    assert not np.array_equal(alone[0][1], alone[0][2])
+    rounds: list[int] = []
+    errors: list[BaseException] = []
+
+    def run(index: int) -> None:
+        context = contexts()[0] if index % 2 else with_all[index]
+        try:
+            for _ in range(15):
+                for prompt, expected in zip(prompts, alone[index], strict=True):
+                    assert np.array_equal(works[index](prompt, context), expected)
+                rounds.append(index)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert len(rounds) == 15 * len(works)
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+linux_only = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+
+
+@linux_only
+def test_ten_thousand_decodes_take_no_memory(tiny_model: lt.Model, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a row of states, a leak would come to 10 MB; of a hundred bytes of anything, to 1 MB."""
+    caplog.set_level(logging.CRITICAL, "llamatap")  # pytest keeps what is logged
+    with tiny_model.context(n_ctx=256, **EXACT) as context, context.tap(LAYERS) as tap:
+
+        def decode(count: int) -> None:
+            for step in range(count):
+                if step % 100 == 0:
+                    context.memory.clear()
+                context.decode(lt.Batch.of([5 + step % 200], pos0=step % 100))
+                assert tap.states.array.shape == (1, 4, 64)
+                context.logits()
+
+        decode(1000)
+        before = resident()
+        decode(10_000)
+        assert resident() - before < 2**20
+
+
+@linux_only
+def test_a_thousand_loads_take_no_memory(tiny_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A model is 0.7 MB and its context more; of 4 kB each time, a leak would be seen."""
+    caplog.set_level(logging.CRITICAL, "llamatap")
+
+    def load(count: int) -> None:
+        for _ in range(count):
+            with lt.Model(tiny_path) as model, model.context(n_ctx=256, n_threads=1) as context:
+                context.decode(lt.Batch.of([5]))
+
+    load(150)
+    before = resident()
+    load(1000)
+    assert resident() - before < 4 * 2**20
