@@ -239,7 +239,9 @@ std::shared_ptr<const LayerMap> LayerMap::resolve(const std::shared_ptr<Model>& 
       throw Unsupported(what + " has not one row a token in the engine's graph (" + node_name(*stream) + ")");
     }
     const bool cropped = stream->ne[1] == kOutputs;
-    const bool hooked = slot < n_layer && !cropped && graph.hooked_input(slot) == stream;
+    // Encoders are not for drafting: the engine does not fill their hooks.
+    const bool hooked =
+        slot < n_layer && !cropped && context.has_memory() && graph.hooked_input(slot) == stream;
     sources.push_back({node_name(*stream), cropped, hooked});
   }
   return std::shared_ptr<const LayerMap>(

@@ -252,9 +252,10 @@ class Context(NotCopied):
 
     @functools.cached_property
     def _layer_map(self) -> _core.LayerMap:
-        if not self.model.closed:
+        try:
             return self.model.layer_map
-        return _core.LayerMap.resolve(self._loaded)
+        except ClosedError:
+            return _core.LayerMap.resolve(self._loaded)
 
     @property
     def closed(self) -> bool:

@@ -40,8 +40,10 @@ def use(path: Path) -> None:
             model.apply_chat_template([{"role": "user", "content": "Hi"}])
         except lt.Error:
             pass
-        last = ["norm"] if model.layer_map.has_norm else []
-        lt.extract(model, tokens, layers=[*range(model.n_layer + 1), *last])
+        layers: list[lt.LayerId] = [*range(model.n_layer + 1)]
+        if model.layer_map.has_norm:
+            layers.append("norm")
+        lt.extract(model, tokens, layers=layers)
         with model.context(n_ctx=64) as context, context.tap([0, -1]):
             context.decode(lt.Batch.of(tokens))
             context.logits()
