@@ -67,10 +67,12 @@ set(GIT_EXE "" CACHE INTERNAL "")
 # Assertions that fail while a model is loaded or a graph is built throw (csrc/engine/abort.hpp).
 add_compile_options($<$<COMPILE_LANGUAGE:C>:-fexceptions>)
 # Their messages name the file; not where it lay when this was built.
-file(RELATIVE_PATH LLAMATAP_ENGINE_RELATIVE "${CMAKE_BINARY_DIR}" "${LLAMATAP_ENGINE_SOURCE}")
-foreach(prefix "${LLAMATAP_ENGINE_SOURCE}" "${LLAMATAP_ENGINE_RELATIVE}")  # the compiler cache makes paths relative
-  add_compile_options("$<$<COMPILE_LANGUAGE:C,CXX>:-fmacro-prefix-map=${prefix}/=>")
-endforeach()
+# The compiler cache makes paths relative, and would keep a copy for each absolute one.
+set(LLAMATAP_ENGINE_PREFIX "${LLAMATAP_ENGINE_SOURCE}")
+if(CCACHE_PROGRAM)
+  file(RELATIVE_PATH LLAMATAP_ENGINE_PREFIX "${CMAKE_BINARY_DIR}" "${LLAMATAP_ENGINE_SOURCE}")
+endif()
+add_compile_options("$<$<COMPILE_LANGUAGE:C,CXX>:-fmacro-prefix-map=${LLAMATAP_ENGINE_PREFIX}/=>")
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # Unique symbols are merged over all libraries of a process, another package's llama.cpp included.
   add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fno-gnu-unique>)

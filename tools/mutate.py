@@ -62,14 +62,14 @@ MUTATIONS = [
     ),
     Mutation(
         "rows in ubatch order",
-        "csrc/engine/context.cpp",
+        "csrc/engine/decode.cpp",
         "if (!ubatches.empty() && hooks.empty()) {",
         "if (false) {",
         "tests/python/test_tap.py tests/python/test_extract.py " + ORACLE,
     ),
     Mutation(
         "rows of hooked layers in ubatch order",
-        "csrc/engine/context.cpp",
+        "csrc/engine/decode.cpp",
         "if (!ubatches.empty() && hooks.empty()) {",
         "if (!ubatches.empty()) {",
         "tests/python/test_architectures.py -k nemotron_h",
@@ -111,14 +111,14 @@ MUTATIONS = [
     ),
     Mutation(
         "one recurrent token too many is taken back",
-        "csrc/engine/context.cpp",
+        "csrc/engine/decode.cpp",
         "std::min(rows[seq] - 1, static_cast<int32_t>(options_.n_rs_seq))",
         "std::min(rows[seq], static_cast<int32_t>(options_.n_rs_seq))",
         "tests/python/test_memory.py",
     ),
     Mutation(
         "the callback stays for other graphs",
-        "csrc/engine/context.cpp",
+        "csrc/engine/decode.cpp",
         "internals::set_callback(context_.get(), nullptr);",
         "",
         "tests/python/test_context.py",
