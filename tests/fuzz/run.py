@@ -24,6 +24,7 @@ from pathlib import Path
 import llamatap as lt
 from fuzz.gguf_bytes import GgufBytes, parse
 from fuzz.mutations import mutate
+from llamatap._native import _core
 
 #: Seconds that a case may take. Files are tiny.
 PATIENCE = 60.0
@@ -71,7 +72,8 @@ def outcome(path: Path) -> tuple[str, str]:
         if pid == 0:
             os.dup2(printed.fileno(), 1)
             os.dup2(printed.fileno(), 2)
-            resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+            if not _core.build_info()["sanitize"]:  # AddressSanitizer reserves terabytes
+                resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             os.write(said.fileno(), child(path).encode())
             os._exit(0)
