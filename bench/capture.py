@@ -2,14 +2,15 @@
 
     python bench/capture.py [MODEL] [--rounds N] [--tokens N] [--threads N] [--gpu-layers N]
 
-Each round runs every variant once, one after another, so that slow phases of the machine fall on all of
-them; the figures are medians of the rounds' ratios to plain decoding in the same round. Writes JSON to
-bench/results/.
+Each round runs every variant once, in an order of its own (a variant is slower after some than after others),
+so that slow phases of the machine fall on all of them; the figures are medians of the rounds' ratios to plain
+decoding in the same round. Writes JSON to bench/results/.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -78,7 +79,7 @@ def variants(
 def main() -> None:
     parser = argparse.ArgumentParser(description="What capture costs, and what early exit saves.")
     parser.add_argument("model", type=Path, nargs="?")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--gpu-layers", type=int, default=0, help="-1: all")
@@ -92,9 +93,10 @@ def main() -> None:
         for _, run in work.values():
             run()
         seconds: dict[str, list[float]] = {name: [] for name in work}
+        shuffled = random.Random(0)
         for _ in range(arguments.rounds):
-            for name, (_, run) in work.items():
-                seconds[name].append(timed(run))
+            for name in shuffled.sample(list(work), len(work)):
+                seconds[name].append(timed(work[name][1]))
         head = {
             "machine": machine(),
             "model": model.path.name,

@@ -22,13 +22,14 @@ from llamatap.fetch import fetch
 
 IMPORT = "import time; t = time.perf_counter(); import {0}; print(time.perf_counter() - t)"
 PEAK = """
-import resource, sys
+import sys
 import numpy as np
 import llamatap as lt
 with lt.Model(sys.argv[1]) as model:
     tokens = np.random.default_rng(0).integers(100, model.n_vocab, int(sys.argv[2]))
     {0}
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+# What getrusage tells of a child is at least what its parent had.
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM:")))
 """
 PLAIN = "model.context(n_ctx=len(tokens)).decode(lt.Batch.of(tokens.tolist()))"
 EXTRACT = "states = lt.extract(model, tokens, layers=[-2], max_length=len(tokens))"
@@ -63,7 +64,7 @@ def main() -> None:
     more = (median["import llamatap"] - median["import numpy"]) * 1e3
     print(f"import llamatap: {median['import llamatap'] * 1e3:.0f} ms, {more:.0f} ms more than numpy")
     with lt.Model(model, vocab_only=True) as loaded:
-        result = arguments.tokens * loaded.n_embd * 4 / 2**20
+        result = arguments.tokens * loaded.metadata[f"{loaded.arch}.embedding_length"] * 4 / 2**20
     more = (median["extract"] - median["plain"]) / 1024
     print(
         f"{arguments.tokens} tokens: plain decode {median['plain'] / 1024:.0f} MiB, "

@@ -156,7 +156,7 @@ class Context {
   void check_sequence(int32_t seq) const;
   bool can_remove_suffix(int32_t seq, int32_t p0) const;
   void drop(int32_t seq);
-  void clear_memory();
+  void clear_memory(bool data);
   bool interrupted() const noexcept;
   bool can_stop() const noexcept;
   /// Turns on what the next engine call needs: hooks for these layers, or the callback.

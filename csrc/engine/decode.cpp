@@ -95,9 +95,7 @@ void Context::decode_scratch(const Batch& batch, DecodeObserver& observer, const
     ~Clear() {
       context.logit_rows_.clear();
       if (context.broken_ || !context.has_memory()) return;
-      context.clear_memory();
-      // Some kernels multiply what is masked by 0 rather than leave it out, which NaN survives.
-      if (!all_finite) llama_memory_clear(llama_get_memory(context.context_.get()), /*data=*/true);
+      context.clear_memory(/*data=*/!all_finite);
     }
   };
   Clear clear{*this};

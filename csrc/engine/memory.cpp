@@ -56,11 +56,12 @@ void Context::drop(int32_t seq) {
 
 void Context::memory_clear() {
   const Use use = in_use();
-  if (has_memory()) clear_memory();
+  if (has_memory()) clear_memory(/*data=*/true);
 }
 
-void Context::clear_memory() {
-  llama_memory_clear(llama_get_memory(context_.get()), /*data=*/false);
+void Context::clear_memory(bool data) {
+  // Some kernels multiply what is masked by 0 rather than leave it out, which NaN survives.
+  llama_memory_clear(llama_get_memory(context_.get()), data);
   std::fill(held_.begin(), held_.end(), Positions());
   std::fill(rewindable_.begin(), rewindable_.end(), 0);
 }

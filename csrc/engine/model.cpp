@@ -7,6 +7,7 @@
 #include <atomic>
 
 #include "engine/abort.hpp"
+#include "engine/conversion.hpp"
 #include "engine/error.hpp"
 #include "engine/gguf_file.hpp"
 #include "engine/internals.hpp"
@@ -70,11 +71,16 @@ std::shared_ptr<Model> Model::load(const std::string& path, const ModelOptions& 
   bool stopped = false;
   run_polling(
       [&](std::atomic<bool>& stop) {
-        const LogScope log;
         state.stop = &stop;
+        std::optional<ScratchFile> converted;
+        if (options.weights && !options.vocab_only) {
+          convert_weights(path, converted.emplace().path(), *options.weights);
+        }
+        const LogScope log;
         const AbortGuard guard;
         try {
-          model.reset(llama_model_load_from_file(path.c_str(), params));
+          const std::string& source = converted ? converted->path() : path;
+          model.reset(llama_model_load_from_file(source.c_str(), params));
           reason = said(log);
         } catch (const std::exception& error) {
           reason = error.what();
@@ -102,8 +108,15 @@ std::string Model::description() const {
 }
 
 std::string Model::file_type() const {
+  auto type = llama_model_ftype(model_.get());
+  // The engine knows the converted file.
+  const auto found = metadata_.find("general.file_type");
+  if (options_.weights && found != metadata_.end()) {
+    const auto* number = std::get_if<uint64_t>(&found->second);
+    if (number != nullptr && *number < LLAMA_FTYPE_GUESSED) type = static_cast<llama_ftype>(*number);
+  }
   // The engine puts words around it: "Q4_1", "Q4_K - Medium", "all F32", "(guessed) F16".
-  std::string name = llama_ftype_name(llama_model_ftype(model_.get()));
+  std::string name = llama_ftype_name(type);
   const std::string guessed = "(guessed) ";
   if (name.rfind(guessed, 0) == 0) name.erase(0, guessed.size());
   return name == "all F32" ? "F32" : name;

@@ -19,6 +19,8 @@ struct ModelOptions {
   bool use_mmap = true;
   bool load_mtp = false;
   bool vocab_only = false;
+  /// What matrices are converted to, "f32", "f16" or "bf16"; without, they stay as the file has them.
+  std::optional<std::string> weights;
 };
 
 /// A loaded model. Contexts hold it, so it outlives them.

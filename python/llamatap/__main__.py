@@ -86,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     extract.add_argument("--window", metavar="START:STOP", help="positions that are wanted")
     extract.add_argument("--pool", choices=("mean", "last", "max"))
     extract.add_argument("--gpu-layers", type=int, default=0, help="layers on the GPU; -1 for all")
+    extract.add_argument("--weights", choices=("f32", "f16", "bf16"), help="convert the matrices first")
     extract.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.safetensors")
     extract.set_defaults(run=_extract)
 
@@ -172,7 +173,7 @@ def _extract(arguments: argparse.Namespace) -> int:
     layers = _layers(arguments.layers)
     window = _window(arguments.window)
     prompt: str | list[int]
-    with Model(arguments.model, n_gpu_layers=arguments.gpu_layers) as model:
+    with Model(arguments.model, n_gpu_layers=arguments.gpu_layers, weights=arguments.weights) as model:
         if arguments.chat is not None:
             prompt = model.apply_chat_template([{"role": "user", "content": arguments.chat}])
         elif arguments.file is not None:

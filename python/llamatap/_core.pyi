@@ -36,6 +36,7 @@ class Model:
         use_mmap: bool,
         load_mtp: bool,
         vocab_only: bool,
+        weights: str | None,
         progress: typing.Any,
     ) -> Model:
         """

@@ -17,7 +17,7 @@ from llamatap import _core  # noqa: E402
 if not _had_variable:
     del os.environ["GGML_NO_BACKTRACE"]
 
-__all__ = ["_core", "build_config", "default_threads", "ensure_backends", "flush_log"]
+__all__ = ["_core", "build_config", "default_threads", "ensure_backends", "flush_log", "usable_cpus"]
 
 _logger = logging.getLogger("llamatap")
 _logger.addHandler(logging.NullHandler())
@@ -42,19 +42,23 @@ def flush_log() -> None:
             _logger.log(level, "%s", text)
 
 
+def usable_cpus() -> set[int]:
+    """The CPUs that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    return set(range(os.cpu_count() or 1))
+
+
 def default_threads() -> int:
     """The number of physical cores that this process may run on."""
-    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-    if cpus is None:
-        return max(1, os.cpu_count() or 1)
     cores = set()
-    for cpu in cpus:
+    for cpu in usable_cpus():
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         try:
             cores.add(siblings.read_text())
         except OSError:
-            return max(1, len(cpus))
-    return max(1, len(cores))
+            return len(usable_cpus())
+    return len(cores)
 
 
 def build_config() -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import struct
+import warnings
 import zlib
 from collections.abc import Iterable
 from types import TracebackType
@@ -15,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from llamatap import layers as layer_ids
 from llamatap._check import NotCopied, flag, instance, integer
-from llamatap._native import _core, default_threads, flush_log
+from llamatap._native import _core, default_threads, flush_log, usable_cpus
 from llamatap.errors import ClosedError, InvalidInputError
 from llamatap.layers import LayerId
 from llamatap.model import Model
@@ -163,7 +164,7 @@ class Context(NotCopied):
     :param n_batch: the most tokens of one engine call, at least n_seq_max; larger batches take several.
     :param n_ubatch: the most tokens computed at once.
     :param n_seq_max: sequence ids are 0..n_seq_max-1.
-    :param n_threads: None for the number of physical cores.
+    :param n_threads: None for the number of physical cores; more than there are CPUs gets a RuntimeWarning.
     :param type_k: type of the K cache: f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0, q5_1.
     :param type_v: type of the V cache.
     :param flash_attn: None leaves it to the engine.
@@ -202,6 +203,7 @@ class Context(NotCopied):
         self.kv_unified = flag("kv_unified", kv_unified)
         self.swa_full = flag("swa_full", swa_full)
         self.n_seq_max = integer("n_seq_max", n_seq_max, 1)
+        threads = default_threads() if n_threads is None else integer("n_threads", n_threads, 1)
         # The model's own object may be closed before this one is.
         self._loaded = model.native
         self._n_layer = model.n_layer
@@ -214,7 +216,7 @@ class Context(NotCopied):
                 n_seq_max=self.n_seq_max,
                 n_rs_seq=integer("n_rs_seq", n_rs_seq, 0),
                 n_outputs_max=integer("n_outputs_max", n_outputs_max, 0),
-                n_threads=default_threads() if n_threads is None else integer("n_threads", n_threads, 1),
+                n_threads=threads,
                 type_k=type_k,
                 type_v=type_v,
                 flash_attention=-1 if flash_attn is None else int(flag("flash_attn", flash_attn)),
@@ -223,12 +225,20 @@ class Context(NotCopied):
             )
         finally:
             flush_log()
+        if threads > (usable := len(usable_cpus())):
+            warnings.warn(
+                f"n_threads={threads} is more than the {usable} CPUs of this process: the engine's threads "
+                "wait for each other by spinning, and a decode can take a hundred times as long",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         self.source = Source(
             model.path,
             model.file_status,
             {
                 "arch": model.arch,
                 "file_type": model.file_type,
+                **({} if self.model.weights is None else {"weights": self.model.weights}),
                 "n_layer": model.n_layer,
                 "n_embd": model.n_embd,
                 "engine_commit": _core.build_info()["engine_commit"],
@@ -385,7 +395,7 @@ class Context(NotCopied):
             "file_type": model.file_type,
             "n_layer": model.n_layer,
             "n_embd": model.n_embd,
-            "weights": self.model.sample,
+            "weights": [self.model.sample, self.model.weights],
             "type_k": self.type_k,
             "type_v": self.type_v,
             "kv_unified": self.kv_unified,

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -77,6 +77,11 @@ class Model(NotCopied):
     :param use_mmap: map the file instead of reading it.
     :param load_mtp: load the model's own multi-token-prediction blocks too.
     :param vocab_only: load the tokenizer and the metadata alone.
+    :param weights: ``"f32"``, ``"f16"`` or ``"bf16"``: what the matrices are converted to as they are loaded,
+        in memory; they take that type's bytes. Computing is then faster where the engine has no good kernel
+        for the file's type (Q4_1 on a CPU), and activations are not quantised: the states are those of the
+        file's weights (rounded to 11 bits with ``"f16"``, 8 with ``"bf16"``), and no longer bit for bit what
+        the file itself gives.
     :param progress: called with the fraction loaded, in 0..1, about every 50 ms.
     :raises ModelNotFoundError: there is no such file.
     :raises ModelLoadError: the file cannot be loaded; with what the engine said.
@@ -93,6 +98,7 @@ class Model(NotCopied):
         use_mmap: bool = True,
         load_mtp: bool = False,
         vocab_only: bool = False,
+        weights: Literal["f32", "f16", "bf16"] | None = None,
         progress: Callable[[float], object] | None = None,
     ) -> None:
         # Set first: __repr__ and close() work on a model that failed to load.
@@ -103,6 +109,10 @@ class Model(NotCopied):
             raise InvalidInputError(f"path must be a str or a path, not {type(path).__name__}")
         if progress is not None and not callable(progress):
             raise InvalidInputError(f"progress must be callable, not {type(progress).__name__}")
+        if weights is not None and not (isinstance(weights, str) and weights in ("f32", "f16", "bf16")):
+            raise InvalidInputError(f"weights must be 'f32', 'f16', 'bf16' or None, not {weights!r}")
+        #: What the matrices were converted to; None: they are as the file has them.
+        self.weights = weights
         self.path = Path(path)
         try:
             #: The file as it was loaded: a path may come to name another one.
@@ -140,6 +150,7 @@ class Model(NotCopied):
                 use_mmap=flag("use_mmap", use_mmap),
                 load_mtp=flag("load_mtp", load_mtp),
                 vocab_only=flag("vocab_only", vocab_only),
+                weights=weights,
                 progress=progress,
             )
         finally:
@@ -201,7 +212,7 @@ class Model(NotCopied):
 
     @property
     def file_type(self) -> str:
-        """The quantisation, e.g. "F16", "Q4_1", "Q4_K - Medium"."""
+        """The quantisation of the file, e.g. "F16", "Q4_1", "Q4_K - Medium"."""
         return self.native.file_type
 
     @property

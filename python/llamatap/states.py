@@ -109,10 +109,10 @@ class States:
         """Where the states come from and what they are.
 
         ``model`` (file name), ``model_sha256`` (None when the file is gone or was replaced), ``arch``,
-        ``file_type``, ``n_layer``, ``n_embd``, ``engine_commit``, ``llamatap_version``, ``backend``,
-        ``type_k``, ``type_v``, ``flash_attention``, ``layers``, ``convention``, ``norm`` ("pre" or "post"
-        of each layer), ``dtype``, and what was asked for besides (``window``, ``pooling``, ``max_length``,
-        ``rows``), where it was.
+        ``file_type``, ``weights`` (what they were converted to, if they were), ``n_layer``, ``n_embd``,
+        ``engine_commit``, ``llamatap_version``, ``backend``, ``type_k``, ``type_v``, ``flash_attention``,
+        ``layers``, ``convention``, ``norm`` ("pre" or "post" of each layer), ``dtype``, and what was asked
+        for besides (``window``, ``pooling``, ``max_length``, ``rows``), where it was.
         The first use hashes the model file, once.
         """
         return {
@@ -154,15 +154,34 @@ class States:
             f"layers={list(self.layers)})"
         )
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def finite(self) -> dict[LayerId, bool]:
+        """Of each layer, whether all of its values are finite.
+
+        They are not when the weights or embeddings are not, or when a value is beyond the dtype: float16
+        ends at 65504, which the residual streams of some models pass; bfloat16 reaches as far as float32.
+        """
+        return {
+            layer: bool(np.isfinite(self.array[..., column, :]).all())
+            for column, layer in enumerate(self.layers)
+        }
+
+    def save(self, path: str | os.PathLike[str], *, allow_nonfinite: bool = False) -> None:
         """Write a safetensors file: ``hidden_states``, ``tokens``, and the provenance as metadata.
 
         The file appears whole or not at all; its folder must exist.
 
+        :param allow_nonfinite: write NaN and infinity too, which spoil what is trained on them.
+        :raises InvalidInputError: there are such values, and they are not allowed.
         :raises OSError: it cannot be written.
         """
         from safetensors.numpy import save_file
 
+        if not allow_nonfinite and (bad := [layer for layer, fine in self.finite().items() if not fine]):
+            raise InvalidInputError(
+                f"NaN or infinity in layers {bad} as {dtype_name(self.array.dtype)}: nothing was written; "
+                "float16 ends at 65504 (take bfloat16 or float32), lt.probe tells whether the weights are "
+                "sound, allow_nonfinite=True writes them all the same"
+            )
         tensors = {
             "hidden_states": np.ascontiguousarray(self.array),
             "tokens": np.ascontiguousarray(self.tokens),
@@ -195,9 +214,14 @@ class States:
                 }
                 array = file.get_tensor("hidden_states")
                 tokens = file.get_tensor("tokens")
-            array.flags.writeable = False
             metadata.setdefault("model_sha256", None)
-            states = cls(array, tokens, metadata["layers"], n_layer=metadata["n_layer"])
+            layers = metadata["layers"]
+            rows = () if metadata.get("pooling") else (len(tokens),)
+            expected = (*rows, len(layers), metadata["n_embd"])
+            if array.shape != expected or tokens.shape != (len(tokens),):
+                raise ValueError(f"hidden_states of {array.shape}, where the metadata tells of {expected}")
+            array.flags.writeable = tokens.flags.writeable = False
+            states = cls(array, tokens, layers, n_layer=metadata["n_layer"])
         except (SafetensorError, KeyError, AttributeError, TypeError, ValueError) as error:
             raise InvalidInputError(f"{path} holds no states of llamatap: {error}") from error
         states.__dict__["provenance"] = metadata

@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 import llamatap as lt
+from llamatap._native import usable_cpus
 from llamatap.cache import atomic_path, cache_folder
 from llamatap.fetch import fetch
 
@@ -19,7 +20,21 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tiny import TinyLlama, write_as_f32
 
 #: Options under which results do not depend on how work is cut: float32 throughout, one kind of kernel.
-EXACT: dict[str, Any] = {"type_k": "f32", "type_v": "f32", "flash_attn": False, "n_threads": 2}
+EXACT: dict[str, Any] = {
+    "type_k": "f32",
+    "type_v": "f32",
+    "flash_attn": False,
+    "n_threads": min(2, len(usable_cpus())),
+}
+
+
+#: Code for a process of its own: its largest resident memory, in MiB. (What getrusage tells of a child is at
+#: least what its parent had.)
+PEAK_MEMORY = """
+def peak_memory():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM:")) / 1024
+"""
 
 
 def relative(found: NDArray[np.generic], expected: NDArray[np.generic]) -> float:

@@ -318,6 +318,11 @@ def test_an_impossible_context_raises_with_the_engines_words(tiny_model: lt.Mode
         tiny_model.context(n_ctx=256, type_v="q8_0", flash_attn=False)
 
 
+def test_more_threads_than_cpus_get_a_warning(tiny_model: lt.Model) -> None:
+    with pytest.warns(RuntimeWarning, match="n_threads=500 is more than the"):
+        tiny_model.context(n_ctx=256, n_threads=500).close()
+
+
 def test_memory_arguments_are_checked(tiny_model: lt.Model) -> None:
     with decoded(tiny_model, [5, 6, 7], n_seq_max=2, kv_unified=False) as context:
         memory = context.memory

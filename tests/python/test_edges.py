@@ -211,6 +211,18 @@ def test_nan_of_one_prompt_comes_to_no_other(tmp_path: Path, options: dict[str, 
             assert np.array_equal(after.array, before.array)
 
 
+@pytest.mark.parametrize("options", [EXACT, {"n_threads": 1}], ids=["exact", "defaults"])
+def test_a_cleared_memory_holds_no_nan(tmp_path: Path, options: dict[str, Any]) -> None:
+    with poisoned(tmp_path) as model, model.context(n_ctx=256, **options) as context:
+        logits = []
+        for tokens in ([5] * 20, [7] * 40, [5] * 20):
+            context.memory.clear()
+            context.decode(lt.Batch.of(tokens))
+            logits.append(context.logits())
+        assert np.isnan(logits[1]).any()
+        assert np.array_equal(logits[0], logits[2])
+
+
 def test_taps_open_again_and_one_at_a_time(tiny_model: lt.Model) -> None:
     with context_of(tiny_model) as context, context_of(tiny_model) as other:
         tap = context.tap([1])

@@ -5,11 +5,14 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 from conftest import EXACT
 from safetensors import safe_open
+from safetensors.numpy import save_file
+from tiny import TinyLlama
 
 import llamatap as lt
 from llamatap.cache import file_sha256
@@ -66,6 +69,41 @@ def test_loading_something_else_raises(tiny_path: Path, tmp_path: Path) -> None:
         lt.States.load(tiny_path)
     with pytest.raises(FileNotFoundError):
         lt.States.load(tmp_path / "missing.safetensors")
+
+
+@pytest.mark.parametrize("pool", [None, "mean"])
+def test_a_file_of_another_shape_than_it_tells_raises(
+    tiny_model: lt.Model, tmp_path: Path, pool: Literal["mean"] | None
+) -> None:
+    path = tmp_path / "states.safetensors"
+    lt.extract(tiny_model, [5, 6, 7], [1, 2], pool=pool).save(path)
+    with safe_open(path, framework="np") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    states = tensors["hidden_states"]
+    assert lt.States.load(path).array.shape == states.shape
+    for wrong in (states[..., :1, :], states[..., :8], states[:1], states.ravel(), states[None]):
+        save_file({**tensors, "hidden_states": np.ascontiguousarray(wrong)}, path, metadata=metadata)
+        with pytest.raises(lt.InvalidInputError, match="the metadata tells of"):
+            lt.States.load(path)
+
+
+def test_values_that_are_not_finite_are_told_of_and_not_written(tmp_path: Path) -> None:
+    tiny = TinyLlama()
+    tiny.weights["blk.2.ffn_down.weight"] *= 1e6
+    path = tmp_path / "states.safetensors"
+    with lt.Model(tiny.write(tmp_path / "large.gguf")) as model:
+        wide = lt.extract(model, [5, 6, 7], [1, 2, 3, "norm"], dtype="bfloat16")
+        assert wide.finite() == {1: True, 2: True, 3: True, "norm": True}
+        narrow = lt.extract(model, [5, 6, 7], [1, 2, 3, "norm"], dtype="float16")
+        assert narrow.finite() == {1: True, 2: True, 3: False, "norm": True}
+        assert lt.extract(model, [5, 6, 7], [3], dtype="float16", pool="mean").finite() == {3: False}
+        with pytest.raises(lt.InvalidInputError, match=r"layers \[3\] as float16"):
+            narrow.save(path)
+        assert not path.exists()
+        narrow.save(path, allow_nonfinite=True)
+        assert np.isinf(lt.States.load(path)[3]).any()
+        wide.save(path)
 
 
 def test_provenance_says_what_the_states_are(smollm2: lt.Model) -> None:

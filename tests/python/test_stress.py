@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import resource
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import EXACT as EXACT_ANYWHERE
-from conftest import random_tokens
+from conftest import PEAK_MEMORY, random_tokens
 from numpy.typing import NDArray
+from tiny import TinyLlama
 
 import llamatap as lt
 
@@ -120,3 +123,19 @@ def test_a_thousand_loads_take_no_memory(tiny_path: Path, caplog: pytest.LogCapt
     before = resident()
     load(1000)
     assert resident() - before < 4 * 2**20
+
+
+def test_a_long_context_and_a_large_vocabulary_take_no_memory_for_their_product(tmp_path: Path) -> None:
+    """32,768 positions of 152,000 logits would be 20 GB."""
+    path = TinyLlama(n_vocab=152_000, n_ctx=32_768).write(tmp_path / "vocab.gguf", tokenizer=False)
+    code = f"""{PEAK_MEMORY}
+import llamatap as lt
+with lt.Model({str(path)!r}) as model, model.context(n_ctx=32768) as context:
+    context.decode(lt.Batch.of(range(3, 1003)))
+    assert context.logits(999).shape == (152000,)
+    lt.extract(model, range(3, 1003), [-1], max_length=1000)
+print(peak_memory())
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert float(done.stdout) < 1500
