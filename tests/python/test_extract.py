@@ -160,8 +160,9 @@ print(*(after - before for before, after in zip(steps, steps[1:])))
 
 
 def test_the_shape_is_that_of_the_request(extractor: lt.Extractor) -> None:
+    wanted: list[list[lt.LayerId]] = [[2], [2, "norm"], [0, 0, 0]]
     for count in (1, 2, 70):
-        for layers in ([2], [2, "norm"], [0, 0, 0]):
+        for layers in wanted:
             assert extractor([5] * count, layers).array.shape == (count, len(layers), 64)
             assert extractor([[5] * count], layers)[0].array.shape == (count, len(layers), 64)
             assert extractor([5] * count, layers, pool="last").array.shape == (len(layers), 64)
