@@ -5,20 +5,23 @@
 
 Both compute H_0..H_n and no output head, with the same number of threads. transformers has the weights of
 the float32 file, in float32 and in bfloat16, and runs in processes of its own, for PyTorch and the engine
-would fight for the cores in one. Each round runs every variant once, one after another, so that slow phases
-of the machine fall on all of them; only one computes at a time. The ratios are medians of those within a
-round: BF16 to transformers in bfloat16, the others to transformers in float32. Writes JSON to bench/results/.
+would fight for the cores in one. Each round runs every variant once, in an order of its own, so that slow
+phases of the machine fall on all of them; only one computes at a time. The ratios are medians of those within
+a round: BF16 to transformers in bfloat16, the others to transformers in float32. Q4_1 also runs with its
+weights converted as they are loaded. Writes JSON to bench/results/.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -33,6 +36,7 @@ from fidelity.files import FILE_TYPES, f32_file, quantised  # noqa: E402
 from fidelity.peer import Transformers  # noqa: E402
 
 PEERS = {"transformers float32": "float32", "transformers bfloat16": "bfloat16"}
+CONVERTED: list[Literal["f32", "f16", "bf16"]] = ["f32", "f16", "bf16"]
 
 
 def main() -> None:
@@ -53,8 +57,11 @@ def main() -> None:
         versions: dict[str, str] = {}
         extractors: dict[str, lt.Extractor] = {}
         for file_type in FILE_TYPES:
-            model = held.enter_context(lt.Model(held.enter_context(quantised(source, file_type))))
-            extractors[file_type] = held.enter_context(lt.Extractor(model, n_threads=arguments.threads))
+            path = held.enter_context(quantised(source, file_type))
+            for weights in (None, *CONVERTED) if file_type == "Q4_1" else (None,):
+                model = held.enter_context(lt.Model(path, weights=weights))
+                name = file_type if weights is None else f"{file_type}, weights={weights}"
+                extractors[name] = held.enter_context(lt.Extractor(model, n_threads=arguments.threads))
         tokens = np.random.default_rng(0).integers(100, model.n_vocab, arguments.tokens).tolist()
         layers = list(range(model.n_layer + 1))
         for name, dtype in PEERS.items():
@@ -63,14 +70,15 @@ def main() -> None:
             )
             versions = peer.versions
             work[name] = partial(peer.seconds, tokens)
-        for file_type, extractor in extractors.items():
-            work[file_type] = partial(timed, partial(extractor, tokens, layers))
+        for name, extractor in extractors.items():
+            work[name] = partial(timed, partial(extractor, tokens, layers))
         for run in work.values():
             run()
         seconds = {name: [] for name in work}
+        shuffled = random.Random(0)
         for _ in range(arguments.rounds):
-            for name, run in work.items():
-                seconds[name].append(run())
+            for name in shuffled.sample(list(work), len(work)):
+                seconds[name].append(work[name]())
 
     head = {
         "machine": machine(),

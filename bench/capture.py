@@ -79,7 +79,7 @@ def variants(
 def main() -> None:
     parser = argparse.ArgumentParser(description="What capture costs, and what early exit saves.")
     parser.add_argument("model", type=Path, nargs="?")
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--gpu-layers", type=int, default=0, help="-1: all")

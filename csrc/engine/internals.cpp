@@ -79,6 +79,8 @@ int32_t position_limit(const llama_model* model) {
 bool has_experts(const llama_model* model) { return model->hparams.n_expert > 0; }
 
 bool can_shift(const llama_model* model) {
+  // A learned position is in the residual stream that keys and values were made of.
+  if (model->pos_embd != nullptr) return false;
   const auto& hparams = model->hparams;
   if (llama_model_is_recurrent(model)) return true;
   bool sliding = false;

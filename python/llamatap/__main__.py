@@ -190,7 +190,12 @@ def _extract(arguments: argparse.Namespace) -> int:
                 raise InvalidInputError(f"--tokens: no integers: {arguments.tokens!r}") from None
         else:
             prompt = arguments.text
-        wanted = translate(layers, source=arguments.convention, n_layer=model.n_layer)
+        wanted = translate(
+            layers,
+            source=arguments.convention,
+            n_layer=model.n_layer,
+            final_norm=model.layer_map.has_norm,
+        )
         start = time.perf_counter()
         with Extractor(model) as extractor:
             states = extractor(

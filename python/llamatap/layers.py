@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, SupportsIndex
 
 from llamatap.errors import InvalidInputError
@@ -143,7 +143,12 @@ def _convention(name: str) -> Convention:
 
 
 def translate(
-    ids: Iterable[LayerId], *, source: str = "llamatap", target: str = "llamatap", n_layer: int
+    ids: Iterable[LayerId],
+    *,
+    source: str = "llamatap",
+    target: str = "llamatap",
+    n_layer: int,
+    final_norm: bool = True,
 ) -> list[LayerId]:
     """Translate layer ids between systems.
 
@@ -151,12 +156,16 @@ def translate(
     :param source: the system that they are from, a name of the table above.
     :param target: the system that they are for.
     :param n_layer: the number of blocks of the model.
+    :param final_norm: whether the model has a norm after its last block. BERT has none (its blocks end in
+        norms): the last entry of transformers is H_n then.
     :raises InvalidInputError: an unknown system, an id out of its range, or a state that the target
         has no id for.
     """
     if n_layer < 1:
         raise InvalidInputError(f"n_layer must be at least 1, not {n_layer}")
     reading, writing = _convention(source), _convention(target)
+    if not final_norm:
+        reading, writing = (replace(system, last_is_norm=False) for system in (reading, writing))
     return [writing.from_llamatap(reading.to_llamatap(k, n_layer), n_layer) for k in ids]
 
 

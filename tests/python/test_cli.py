@@ -33,6 +33,14 @@ def test_info_of_a_model_without_a_final_norm(tmp_path: Path, capsys: pytest.Cap
     assert "norm" not in layers
 
 
+def test_transformers_last_layer_of_a_model_without_a_final_norm(tmp_path: Path) -> None:
+    path = FILES["bert"]().write(tmp_path / "bert.gguf")
+    out = tmp_path / "states.safetensors"
+    options = ["--tokens", "5,6,7", "--convention", "transformers", "--layers", "-1"]
+    assert main(["extract", str(path), *options, "-o", str(out)]) == 0
+    assert lt.States.load(out).layers == (3,)
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

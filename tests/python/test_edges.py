@@ -162,6 +162,13 @@ def test_positions_are_not_moved_in_a_cache_without_layers(arch_models: Path) ->
         context.decode(lt.Batch.of([8], pos0=3))
 
 
+def test_learned_positions_are_not_moved(arch_models: Path) -> None:
+    with lt.Model(arch_models / "gpt2-dense.gguf") as model, context_of(model) as context:
+        with pytest.raises(llamatap.UnsupportedError, match="cannot move"):
+            context.memory.shift(0, None, None, 2)
+        context.decode(lt.Batch.of([8], pos0=3))
+
+
 def test_a_sequence_that_is_not_there_is_saved_as_such(tiny_model: lt.Model) -> None:
     with context_of(tiny_model) as context:
         nothing, something = context.save(1), context.save(0)

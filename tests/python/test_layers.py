@@ -94,6 +94,15 @@ def test_every_convention_goes_there_and_back() -> None:
                 assert convention.from_llamatap(ours, n) == k
 
 
+def test_a_model_without_a_final_norm() -> None:
+    """The last entry of transformers is then what leaves the last block."""
+    assert translate([-1, 0], source="transformers", n_layer=12) == ["norm", 0]
+    assert translate([-1, 0], source="transformers", n_layer=12, final_norm=False) == [12, 0]
+    assert translate([12], target="transformers", n_layer=12, final_norm=False) == [12]
+    with pytest.raises(InvalidInputError):
+        translate(["norm"], target="transformers", n_layer=12, final_norm=False)
+
+
 def test_normalize_and_slots() -> None:
     assert normalize([0, -1, "norm", -2, 2], 4) == (0, 4, "norm", 3, 2)
     assert normalize(-1, 4) == (4,)

@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 from conftest import relative
+from tinies.files import FILES
 from tiny import TinyLlama
 
 import llamatap as lt
@@ -118,14 +119,13 @@ def test_weights_of_integers_are_refused(tmp_path: Path) -> None:
 
 
 def test_spoilt_files_never_end_the_process(tmp_path: Path, arch_models: Path) -> None:
-    """Two thousand spoilt files, each in a child process: a result or an error, never a signal."""
-    for kind, seed in (("llama", 0), ("llama", 1)):
-        TinyLlama(n_layer=2, seed=seed).write(
-            tmp_path / f"{kind}-{seed}.gguf", chat_template="{{ messages }}"
-        )
-    ours = [str(path) for path in sorted(tmp_path.glob("*.gguf"))]
-    theirs = [str(path) for path in sorted(arch_models.glob("*.gguf"))]
-    for files, count in ((ours, 1400), (theirs, 600)):
+    """Over two thousand spoilt files, each in a child process: a result or an error, never a signal."""
+    for seed in (0, 1):
+        TinyLlama(n_layer=2, seed=seed).write(tmp_path / f"llama-{seed}.gguf", chat_template="{{ messages }}")
+    llamas = [str(path) for path in sorted(tmp_path.glob("*.gguf"))]
+    ours = [str(write().write(tmp_path / f"{name}.gguf")) for name, write in FILES.items()]
+    engines = [str(path) for path in sorted(arch_models.glob("*.gguf"))]
+    for files, count in ((llamas, 1200), (ours, 300), (engines, 600)):
         command = [sys.executable, "-m", "fuzz.run", *files, "--count", str(count)]
         result = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=1200)
         assert result.returncode == 0, result.stderr
@@ -134,4 +134,4 @@ def test_spoilt_files_never_end_the_process(tmp_path: Path, arch_models: Path) -
         assert found["bad"] == []
         # Spoilt files are spoilt, and not all of them at the first look.
         assert found["counts"]["ModelLoadError"] > count / 4
-        assert found["counts"]["ok"] > count / 10
+        assert found["counts"]["ok"] > count / 20
