@@ -182,7 +182,7 @@ MUTATIONS = [
     Mutation(
         "a saved state fits any weights",
         "python/llamatap/context.py",
-        '            "weights": self.model.sample,\n',
+        '            "weights": [self.model.sample, self.model.weights],\n',
         "",
         "tests/python/test_context.py",
     ),
@@ -212,6 +212,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if run(["git", "status", "--porcelain", "csrc", "python"]).stdout:
         sys.exit("csrc/ or python/ has changes that are not committed")
+    for mutation in MUTATIONS:
+        count = (ROOT / mutation.path).read_text().count(mutation.old)
+        if count != 1:
+            sys.exit(f"{mutation.what}: {mutation.old!r} occurs {count} times in {mutation.path}")
     lines = []
     survived = []
     for mutation in MUTATIONS:
@@ -219,8 +223,6 @@ def main() -> None:
             continue
         path = ROOT / mutation.path
         good = path.read_text()
-        if good.count(mutation.old) != 1:
-            sys.exit(f"{mutation.what}: {mutation.old!r} occurs {good.count(mutation.old)} times")
         path.write_text(good.replace(mutation.old, mutation.new))
         try:
             failed = first_failure(mutation.tests)
