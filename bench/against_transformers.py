@@ -100,7 +100,7 @@ def main() -> None:
         row: dict[str, object] = {"tokens_per_second": speed, "seconds": times}
         line = f"{name:24} {speed:8.0f} tokens/s"
         if name not in PEERS:
-            base = f"transformers {'bfloat16' if name == 'BF16' else 'float32'}"
+            base = f"transformers {'bfloat16' if name.lower().endswith('bf16') else 'float32'}"
             ratio = statistics.median(b / a for a, b in zip(times, seconds[base], strict=True))
             row |= {"ratio": ratio, "to": base}
             line += f"   {ratio:5.2f}x {base}"

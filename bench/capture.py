@@ -24,8 +24,8 @@ from llamatap.fetch import fetch
 
 def variants(
     model: lt.Model, tokens: list[int], threads: int | None
-) -> dict[str, tuple[str, Callable[[], object]]]:
-    """Name -> (what it is compared with, the work)."""
+) -> tuple[dict[str, tuple[str, Callable[[], object]]], Callable[[], None]]:
+    """Name -> (what it is compared with, the work); and what is to be done before each work, untimed."""
     n = model.n_layer
     four = [2, n // 2, n - 3, n]
     every = list(range(n + 1))
@@ -36,7 +36,6 @@ def variants(
 
     def prefill(layers: list[lt.LayerId] | None, rows: str = "outputs") -> Callable[[], object]:
         def work() -> None:
-            context.memory.clear()
             if layers is None:
                 context.decode(batch)
             else:
@@ -51,7 +50,6 @@ def variants(
                 context.decode(lt.Batch.of([tokens[position]], pos0=position))
 
         def work() -> None:
-            context.memory.clear()
             if layers is None:
                 loop()
             else:
@@ -60,7 +58,7 @@ def variants(
 
         return work
 
-    return {
+    work = {
         "plain prefill": ("", prefill(None)),
         "tap of 4 layers, all rows": ("plain prefill", prefill([*four], "all")),
         "tap of 4 layers, outputs": ("plain prefill", prefill([*four])),
@@ -73,7 +71,9 @@ def variants(
             "extract [-2], a token",
             lambda: extractor(short, [-2]),
         ),
-    } | {"_short": ("", lambda: sum(map(len, short)))}
+        "_short": ("", lambda: sum(map(len, short))),
+    }
+    return work, context.memory.clear
 
 
 def main() -> None:
@@ -88,14 +88,16 @@ def main() -> None:
     path = arguments.model or fetch("smollm2")
     with lt.Model(path, n_gpu_layers=arguments.gpu_layers) as model:
         tokens = np.random.default_rng(0).integers(100, model.n_vocab, arguments.tokens).tolist()
-        work = variants(model, tokens, arguments.threads)
+        work, prepare = variants(model, tokens, arguments.threads)
         n_short = int(str(work.pop("_short")[1]()))
         for _, run in work.values():
+            prepare()
             run()
         seconds: dict[str, list[float]] = {name: [] for name in work}
         shuffled = random.Random(0)
         for _ in range(arguments.rounds):
             for name in shuffled.sample(list(work), len(work)):
+                prepare()
                 seconds[name].append(timed(work[name][1]))
         head = {
             "machine": machine(),

@@ -64,7 +64,8 @@ def main() -> None:
                 found[name].append(measured(*command))
     median = {name: statistics.median(values) for name, values in found.items()}
 
-    print(f"{machine()}; {Path(model).name}; medians of {arguments.rounds} rounds")
+    rounds = f"{arguments.rounds} rounds (imports: of {5 * arguments.rounds})"
+    print(f"{machine()}; {Path(model).name}; medians of {rounds}")
     more = (median["import llamatap"] - median["import numpy"]) * 1e3
     print(f"import llamatap: {median['import llamatap'] * 1e3:.0f} ms, {more:.0f} ms more than numpy")
     with lt.Model(model, vocab_only=True) as loaded:

@@ -1,28 +1,41 @@
 #pragma once
 
+#include <atomic>
 #include <string>
+#include <vector>
 
 namespace llamatap {
 
-/// A file without a name in any folder (Linux: in memory), which goes when this and its readers do.
+/// A file without a name (Linux: in memory), which goes when this and its readers do.
 class ScratchFile {
  public:
-  /// Throws EngineFailed when there is no room for it.
+  /// Throws EngineFailed when the system gives none.
   ScratchFile();
   ~ScratchFile();
   ScratchFile(const ScratchFile&) = delete;
   ScratchFile& operator=(const ScratchFile&) = delete;
 
+  /// How this process opens it.
   const std::string& path() const { return path_; }
+  /// Throws EngineFailed when there is no room.
+  void write(const void* data, size_t size);
 
  private:
   int descriptor_;
   std::string path_;
 };
 
-/// Write the model of `path` (with its other parts, if it is split) into `target`, its matrices as "f32",
-/// "f16" or "bf16", rounded to nearest; vectors, norms and what else must be float32 stay. Throws
-/// InvalidInput for another type, ModelLoadFailed for what the engine cannot convert.
-void convert_weights(const std::string& path, const std::string& target, const std::string& type);
+/// How far a conversion is, in 0..0.5 (what follows is the loading), and whether it shall end.
+struct ConversionProgress {
+  std::atomic<float>& fraction;
+  const std::atomic<bool>& stop;
+};
+
+/// Write the model of these files (the parts of a split one, in order) into `target`: all weights that are
+/// not float32 as `type` ("f32", "f16" or "bf16"), rounded to nearest, and the rest as it is. Throws
+/// InvalidInput for another type and for weights beyond float16, ModelLoadFailed for what cannot be read,
+/// Interrupted.
+void convert_weights(const std::vector<std::string>& paths, const std::string& type, ScratchFile& target,
+                     const ConversionProgress& progress);
 
 }  // namespace llamatap

@@ -162,16 +162,24 @@ void GgufFile::check() const {
   check_vocabulary();
   check_tensors(n_blocks);
 
+  const auto paths = parts();
+  for (size_t i = 1; i < paths.size(); ++i) GgufFile(paths[i]).check_tensors(n_blocks);
+}
+
+std::vector<std::string> GgufFile::parts() const {
+  std::vector<std::string> paths{path_};
   const int64_t split = find("split.count", GGUF_TYPE_UINT16);
   const int n_files = split < 0 ? 1 : gguf_get_val_u16(file_.get(), split);
   std::array<char, 4096> prefix{};
   std::array<char, 4096> other{};
-  if (n_files <= 1 || llama_split_prefix(prefix.data(), prefix.size(), path_.c_str(), 0, n_files) <= 0)
-    return;
+  if (n_files <= 1 || llama_split_prefix(prefix.data(), prefix.size(), path_.c_str(), 0, n_files) <= 0) {
+    return paths;
+  }
   for (int i = 1; i < n_files; ++i) {
     llama_split_path(other.data(), other.size(), prefix.data(), i, n_files);
-    GgufFile(other.data()).check_tensors(n_blocks);
+    paths.emplace_back(other.data());
   }
+  return paths;
 }
 
 void GgufFile::check_tensors(uint64_t n_blocks) const {

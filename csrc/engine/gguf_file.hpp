@@ -31,6 +31,9 @@ class GgufFile {
   /// files of a split model are checked too.
   void check() const;
 
+  /// This file, and where it is the first of a split model, the others.
+  std::vector<std::string> parts() const;
+
  private:
   struct Free {
     void operator()(gguf_context* file) const;

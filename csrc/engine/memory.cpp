@@ -52,6 +52,9 @@ void Context::drop(int32_t seq) {
   llama_memory_seq_rm(llama_get_memory(context_.get()), seq, -1, -1);
   held_[seq] = {};
   rewindable_[seq] = 0;
+  if (std::all_of(held_.begin(), held_.end(), [](const Positions& held) { return held.empty(); })) {
+    clear_memory(/*data=*/true);
+  }
 }
 
 void Context::memory_clear() {

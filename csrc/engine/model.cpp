@@ -50,19 +50,22 @@ std::shared_ptr<Model> Model::load(const std::string& path, const ModelOptions& 
   struct Progress {
     std::atomic<float> fraction{0.0F};
     std::atomic<bool>* stop = nullptr;
+    float converted = 0.0F;  // the share of the conversion
   } state;
   auto params = llama_model_default_params();
   // An empty list keeps a model without GPU layers off the GPU altogether.
   std::array<ggml_backend_dev_t, 1> no_devices{nullptr};
   if (options.n_gpu_layers == 0) params.devices = no_devices.data();
   params.n_gpu_layers = options.n_gpu_layers;
-  params.load_mode = options.use_mmap ? LLAMA_LOAD_MODE_MMAP : LLAMA_LOAD_MODE_NONE;
+  // Converted weights are in memory already; what goes to a GPU must not be held there too.
+  const bool mapped = options.weights ? options.n_gpu_layers == 0 : options.use_mmap;
+  params.load_mode = mapped ? LLAMA_LOAD_MODE_MMAP : LLAMA_LOAD_MODE_NONE;
   params.load_mtp = options.load_mtp;
   params.vocab_only = options.vocab_only;
   params.progress_callback_user_data = &state;
   params.progress_callback = [](float fraction, void* data) {
     auto* shared = static_cast<Progress*>(data);
-    shared->fraction = fraction;
+    shared->fraction = shared->converted + (1 - shared->converted) * fraction;
     return !*shared->stop && !Activity::ending();
   };
 
@@ -73,8 +76,14 @@ std::shared_ptr<Model> Model::load(const std::string& path, const ModelOptions& 
       [&](std::atomic<bool>& stop) {
         state.stop = &stop;
         std::optional<ScratchFile> converted;
-        if (options.weights && !options.vocab_only) {
-          convert_weights(path, converted.emplace().path(), *options.weights);
+        if (options.weights) {
+          try {
+            convert_weights(file.parts(), *options.weights, converted.emplace(), {state.fraction, stop});
+          } catch (const Interrupted&) {
+            stopped = true;
+            return;
+          }
+          state.converted = 0.5F;
         }
         const LogScope log;
         const AbortGuard guard;
@@ -108,15 +117,10 @@ std::string Model::description() const {
 }
 
 std::string Model::file_type() const {
-  auto type = llama_model_ftype(model_.get());
-  // The engine knows the converted file.
-  const auto found = metadata_.find("general.file_type");
-  if (options_.weights && found != metadata_.end()) {
-    const auto* number = std::get_if<uint64_t>(&found->second);
-    if (number != nullptr && *number < LLAMA_FTYPE_GUESSED) type = static_cast<llama_ftype>(*number);
-  }
+  // The engine would guess from the converted weights.
+  if (options_.weights && metadata_.count("general.file_type") == 0) return "unknown";
   // The engine puts words around it: "Q4_1", "Q4_K - Medium", "all F32", "(guessed) F16".
-  std::string name = llama_ftype_name(type);
+  std::string name = llama_ftype_name(llama_model_ftype(model_.get()));
   const std::string guessed = "(guessed) ";
   if (name.rfind(guessed, 0) == 0) name.erase(0, guessed.size());
   return name == "all F32" ? "F32" : name;

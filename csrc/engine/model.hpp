@@ -19,7 +19,7 @@ struct ModelOptions {
   bool use_mmap = true;
   bool load_mtp = false;
   bool vocab_only = false;
-  /// What matrices are converted to, "f32", "f16" or "bf16"; without, they stay as the file has them.
+  /// What weights that are not float32 are converted to, "f32", "f16" or "bf16".
   std::optional<std::string> weights;
 };
 

@@ -86,7 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     extract.add_argument("--window", metavar="START:STOP", help="positions that are wanted")
     extract.add_argument("--pool", choices=("mean", "last", "max"))
     extract.add_argument("--gpu-layers", type=int, default=0, help="layers on the GPU; -1 for all")
-    extract.add_argument("--weights", choices=("f32", "f16", "bf16"), help="convert the matrices first")
+    extract.add_argument("--weights", choices=("f32", "f16", "bf16"), help="convert the weights first")
+    extract.add_argument("--allow-nonfinite", action="store_true", help="write NaN and infinity too")
     extract.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.safetensors")
     extract.set_defaults(run=_extract)
 
@@ -207,7 +208,7 @@ def _extract(arguments: argparse.Namespace) -> int:
                 pool=arguments.pool,
             )
         seconds = time.perf_counter() - start
-        states.save(arguments.output)
+        states.save(arguments.output, allow_nonfinite=arguments.allow_nonfinite)
     print(
         f"{arguments.output}: hidden_states {states.array.shape} {arguments.dtype}, "
         f"layers {list(states.layers)}, {len(states)} tokens, {seconds:.2f} s"

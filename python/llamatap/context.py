@@ -61,11 +61,12 @@ class Memory(NotCopied):
         self._context = context
 
     def clear(self) -> None:
-        """Forget all sequences."""
+        """Forget all sequences, and set the whole cache to zero."""
         self._context.native.memory_clear()
 
     def remove(self, seq: int, p0: int | None = None, p1: int | None = None) -> None:
-        """Forget the positions ``[p0, p1)`` of a sequence.
+        """Forget the positions ``[p0, p1)`` of a sequence. With the last sequence all of the cache is set to
+        zero; until then, NaN that one has left in it can reach others.
 
         :raises UnsupportedError: the memory cannot forget a part: a recurrent model's, or a sliding
             window's without ``swa_full``.
@@ -204,6 +205,13 @@ class Context(NotCopied):
         self.swa_full = flag("swa_full", swa_full)
         self.n_seq_max = integer("n_seq_max", n_seq_max, 1)
         threads = default_threads() if n_threads is None else integer("n_threads", n_threads, 1)
+        if 512 >= threads > (usable := len(usable_cpus())):
+            warnings.warn(
+                f"n_threads={threads} is more than the {usable} CPUs of this process: the engine's threads "
+                "wait for each other by spinning, and a decode takes many times as long",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         # The model's own object may be closed before this one is.
         self._loaded = model.native
         self._n_layer = model.n_layer
@@ -225,13 +233,6 @@ class Context(NotCopied):
             )
         finally:
             flush_log()
-        if threads > (usable := len(usable_cpus())):
-            warnings.warn(
-                f"n_threads={threads} is more than the {usable} CPUs of this process: the engine's threads "
-                "wait for each other by spinning, and a decode can take a hundred times as long",
-                RuntimeWarning,
-                stacklevel=3,
-            )
         self.source = Source(
             model.path,
             model.file_status,
@@ -395,7 +396,8 @@ class Context(NotCopied):
             "file_type": model.file_type,
             "n_layer": model.n_layer,
             "n_embd": model.n_embd,
-            "weights": [self.model.sample, self.model.weights],
+            "weights": self.model.sample,
+            "converted_to": self.model.weights,
             "type_k": self.type_k,
             "type_v": self.type_v,
             "kv_unified": self.kv_unified,
@@ -411,7 +413,7 @@ class Context(NotCopied):
         return b"".join(
             (
                 _STATE_MAGIC,
-                struct.pack("<IQI", len(header), len(state), zlib.crc32(state)),
+                struct.pack("<IQI", len(header), len(state), zlib.crc32(header + state)),
                 header,
                 state,
             )
@@ -437,7 +439,7 @@ class Context(NotCopied):
                 f"found {len(data)}"
             )
         header, state = data[fixed : fixed + n_header], data[fixed + n_header :]
-        if zlib.crc32(state) != checksum:
+        if zlib.crc32(data[fixed:]) != checksum:
             raise InvalidInputError("the saved state is damaged: its checksum does not match")
         try:
             found = json.loads(header)

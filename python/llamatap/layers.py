@@ -156,15 +156,18 @@ def translate(
     :param source: the system that they are from, a name of the table above.
     :param target: the system that they are for.
     :param n_layer: the number of blocks of the model.
-    :param final_norm: whether the model has a norm after its last block. BERT has none (its blocks end in
-        norms): the last entry of transformers is H_n then.
+    :param final_norm: whether the model has a norm after its last block (``model.layer_map.has_norm``). BERT
+        has none, for its blocks end in norms: the last entry of transformers is H_n then.
     :raises InvalidInputError: an unknown system, an id out of its range, or a state that the target
         has no id for.
     """
     if n_layer < 1:
         raise InvalidInputError(f"n_layer must be at least 1, not {n_layer}")
     reading, writing = _convention(source), _convention(target)
+    ids = list(ids)
     if not final_norm:
+        if "norm" in ids:
+            raise InvalidInputError('a model without a final norm has no layer "norm"')
         reading, writing = (replace(system, last_is_norm=False) for system in (reading, writing))
     return [writing.from_llamatap(reading.to_llamatap(k, n_layer), n_layer) for k in ids]
 

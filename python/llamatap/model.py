@@ -77,12 +77,13 @@ class Model(NotCopied):
     :param use_mmap: map the file instead of reading it.
     :param load_mtp: load the model's own multi-token-prediction blocks too.
     :param vocab_only: load the tokenizer and the metadata alone.
-    :param weights: ``"f32"``, ``"f16"`` or ``"bf16"``: what the matrices are converted to as they are loaded,
-        in memory; they take that type's bytes. Computing is then faster where the engine has no good kernel
-        for the file's type (Q4_1 on a CPU), and activations are not quantised: the states are those of the
-        file's weights (rounded to 11 bits with ``"f16"``, 8 with ``"bf16"``), and no longer bit for bit what
-        the file itself gives.
+    :param weights: ``"f32"``, ``"f16"`` or ``"bf16"``: what weights that are not float32 are converted to,
+        rounded to nearest, before they are loaded; for CPUs that are slow with the file's type (Q4_1). They
+        take that type's bytes, in memory, and ``use_mmap`` has no effect. The engine rounds what it
+        multiplies with weights to 8 bits for quantised ones, 11 for float16, 8 for bfloat16, and not at all
+        for float32: with ``"f32"`` the states are those of the file's weights, exact to float32.
     :param progress: called with the fraction loaded, in 0..1, about every 50 ms.
+    :raises InvalidInputError: an argument is wrong, or a weight is beyond float16 with ``weights="f16"``.
     :raises ModelNotFoundError: there is no such file.
     :raises ModelLoadError: the file cannot be loaded; with what the engine said.
 
@@ -111,7 +112,9 @@ class Model(NotCopied):
             raise InvalidInputError(f"progress must be callable, not {type(progress).__name__}")
         if weights is not None and not (isinstance(weights, str) and weights in ("f32", "f16", "bf16")):
             raise InvalidInputError(f"weights must be 'f32', 'f16', 'bf16' or None, not {weights!r}")
-        #: What the matrices were converted to; None: they are as the file has them.
+        if weights is not None and flag("vocab_only", vocab_only):
+            raise InvalidInputError("weights are not loaded with vocab_only=True; leave out weights=")
+        #: What the weights were converted to; None: they are as the file has them.
         self.weights = weights
         self.path = Path(path)
         try:

@@ -154,16 +154,14 @@ class States:
             f"layers={list(self.layers)})"
         )
 
-    def finite(self) -> dict[LayerId, bool]:
-        """Of each layer, whether all of its values are finite.
+    def nonfinite_layers(self) -> list[LayerId]:
+        """The layers with NaN or infinity in them.
 
-        They are not when the weights or embeddings are not, or when a value is beyond the dtype: float16
-        ends at 65504, which the residual streams of some models pass; bfloat16 reaches as far as float32.
+        They come of weights or embeddings that have some, or of a value beyond the dtype: float16 ends at
+        65504, which the residual streams of some models pass; bfloat16 reaches as far as float32.
         """
-        return {
-            layer: bool(np.isfinite(self.array[..., column, :]).all())
-            for column, layer in enumerate(self.layers)
-        }
+        columns = enumerate(self.layers)
+        return [layer for column, layer in columns if not np.isfinite(self.array[..., column, :]).all()]
 
     def save(self, path: str | os.PathLike[str], *, allow_nonfinite: bool = False) -> None:
         """Write a safetensors file: ``hidden_states``, ``tokens``, and the provenance as metadata.
@@ -176,11 +174,14 @@ class States:
         """
         from safetensors.numpy import save_file
 
-        if not allow_nonfinite and (bad := [layer for layer, fine in self.finite().items() if not fine]):
+        if not allow_nonfinite and (layers := self.nonfinite_layers()):
+            dtype = dtype_name(self.array.dtype)
+            advice = (
+                "float16 ends at 65504, take bfloat16 or float32" if dtype == "float16" else "see lt.probe"
+            )
             raise InvalidInputError(
-                f"NaN or infinity in layers {bad} as {dtype_name(self.array.dtype)}: nothing was written; "
-                "float16 ends at 65504 (take bfloat16 or float32), lt.probe tells whether the weights are "
-                "sound, allow_nonfinite=True writes them all the same"
+                f"NaN or infinity in layers {layers} ({dtype}): nothing was written; {advice}, or write them "
+                "all the same with allow_nonfinite"
             )
         tensors = {
             "hidden_states": np.ascontiguousarray(self.array),

@@ -28,12 +28,12 @@ EXACT: dict[str, Any] = {
 }
 
 
-#: Code for a process of its own: its largest resident memory, in MiB. (What getrusage tells of a child is at
-#: least what its parent had.)
+#: Code for a process of its own: its largest memory, resident (or, of VmPeak, reserved), in MiB. (What
+#: getrusage tells of a child is at least what its parent had.)
 PEAK_MEMORY = """
-def peak_memory():
+def peak_memory(kind="VmHWM"):
     with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM:")) / 1024
+        return next(int(line.split()[1]) for line in file if line.startswith(kind + ":")) / 1024
 """
 
 

@@ -219,11 +219,14 @@ def test_nan_of_one_prompt_comes_to_no_other(tmp_path: Path, options: dict[str, 
 
 
 @pytest.mark.parametrize("options", [EXACT, {"n_threads": 1}], ids=["exact", "defaults"])
-def test_a_cleared_memory_holds_no_nan(tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("clear", [lambda memory: memory.clear(), lambda memory: memory.remove(0)])
+def test_a_cleared_memory_holds_no_nan(
+    tmp_path: Path, options: dict[str, Any], clear: Callable[[lt.Memory], None]
+) -> None:
     with poisoned(tmp_path) as model, model.context(n_ctx=256, **options) as context:
         logits = []
         for tokens in ([5] * 20, [7] * 40, [5] * 20):
-            context.memory.clear()
+            clear(context.memory)
             context.decode(lt.Batch.of(tokens))
             logits.append(context.logits())
         assert np.isnan(logits[1]).any()

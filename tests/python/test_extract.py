@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tiny import TinyLlama
 
 import llamatap as lt
+from reference import decoder
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +225,20 @@ def test_chunked_equals_whole(
     whole = extractor(prompt, layers)
     with lt.Extractor(tiny_model, **EXACT, **sizes) as small:
         assert relative(small(prompt, layers).array, whole.array) < 1e-6
+
+
+def test_a_prompt_longer_than_batches_of_the_usual_size(
+    tiny: TinyLlama, tiny_model: lt.Model, rng: np.random.Generator
+) -> None:
+    """Longer than the usual n_ubatch (512) and n_batch (2,048), against the formulas."""
+    tokens = random_tokens(rng, tiny_model, 2500)
+    states, normed, _ = decoder.forward(tiny.shape(), tiny.weights, tiny.entering(tokens))
+    expected = np.stack([*states, normed], axis=1)
+    with lt.Extractor(tiny_model, **EXACT) as extractor:
+        assert relative(extractor(tokens, ALL).array, expected) < 1e-5
+    with tiny_model.context(n_ctx=2560, **EXACT) as context, context.tap(ALL) as tap:
+        context.decode(lt.Batch.of(tokens))
+        assert relative(tap.states.array, expected) < 1e-5
 
 
 @pytest.mark.parametrize("kv_unified", [True, False])

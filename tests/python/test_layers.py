@@ -100,7 +100,7 @@ def test_a_model_without_a_final_norm() -> None:
     assert translate([-1, 0], source="transformers", n_layer=12, final_norm=False) == [12, 0]
     assert translate([12], target="transformers", n_layer=12, final_norm=False) == [12]
     with pytest.raises(InvalidInputError):
-        translate(["norm"], target="transformers", n_layer=12, final_norm=False)
+        translate(["norm"], n_layer=12, final_norm=False)
 
 
 def test_normalize_and_slots() -> None:

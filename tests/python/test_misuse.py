@@ -113,7 +113,7 @@ def chat(template: Any, messages: Any = (), **variables: Any) -> Callable[[World
 
 def restore(header: bytes) -> Callable[[World], Any]:
     """A state whose lengths and checksum are right."""
-    data = b"llamatap-state-1" + struct.pack("<IQI", len(header), 0, zlib.crc32(b"")) + header
+    data = b"llamatap-state-1" + struct.pack("<IQI", len(header), 0, zlib.crc32(header)) + header
     return lambda w: w.context.restore(0, data)
 
 
