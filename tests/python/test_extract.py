@@ -237,7 +237,7 @@ def test_a_prompt_longer_than_batches_of_the_usual_size(
     with lt.Extractor(tiny_model, **EXACT) as extractor:
         assert relative(extractor(tokens, ALL).array, expected) < 1e-5
     with tiny_model.context(n_ctx=2560, **EXACT) as context, context.tap(ALL) as tap:
-        context.decode(lt.Batch.of(tokens))
+        context.decode(lt.Batch.of(tokens.tolist()))
         assert relative(tap.states.array, expected) < 1e-5
 
 
