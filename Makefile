@@ -139,9 +139,11 @@ neighbours: | python
 	CMAKE_ARGS="$(CMAKE_ARGS) -DGGML_NATIVE=OFF" .venv-neighbours/bin/python -m pip install --no-cache-dir llama-cpp-python
 	.venv-neighbours/bin/python -m pytest tests/neighbours
 
+# Assertions on. Without any optimisation the engine would take hours.
 debug: $(ARCHS) | python
 	$(call TEST_VENV,.venv-debug)
-	.venv-debug/bin/python -m pip install --no-build-isolation ".[demo]" -C cmake.build-type=Debug
+	.venv-debug/bin/python -m pip install --no-build-isolation ".[demo]" -C cmake.build-type=Debug \
+	  -C "cmake.define.CMAKE_C_FLAGS_DEBUG=-g -O1" -C "cmake.define.CMAKE_CXX_FLAGS_DEBUG=-g -O1"
 	.venv-debug/bin/python -m pytest
 
 # Python itself is not instrumented: the runtime is preloaded, and what CPython leaves at exit is not ours.
@@ -152,5 +154,5 @@ sanitize: $(ARCHS) | python
 	  -C cmake.build-type=RelWithDebInfo -C cmake.define.LLAMATAP_SANITIZE=address,undefined \
 	  -C build-dir=build/sanitize
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
-	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
 	  .venv-sanitize/bin/python -m pytest -p no:cacheprovider --capture=sys -k "not spoilt_files"
