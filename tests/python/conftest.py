@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 import llamatap as lt
-from llamatap._native import usable_cpus
+from llamatap._native import _core, usable_cpus
 from llamatap.cache import atomic_path, cache_folder
 from llamatap.fetch import fetch
 
@@ -27,6 +27,11 @@ EXACT: dict[str, Any] = {
     "n_threads": min(2, len(usable_cpus())),
 }
 
+
+#: The engine of a Debug build asserts that it meets no NaN, in the middle of its computation.
+computes_with_nan = pytest.mark.skipif(
+    _core.build_info()["build_type"] == "Debug", reason="a Debug engine asserts that there is no NaN"
+)
 
 #: Code for a process of its own: its largest memory, resident (or, of VmPeak, reserved), in MiB. (What
 #: getrusage tells of a child is at least what its parent had.)

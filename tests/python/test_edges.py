@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import EXACT as EXACT_ANYWHERE
-from conftest import relative
+from conftest import computes_with_nan, relative
 from numpy.typing import NDArray
 from tiny import TinyLlama
 
@@ -202,6 +202,7 @@ def poisoned(folder: Path) -> lt.Model:
     return lt.Model(tiny.write(folder / "poisoned.gguf"))
 
 
+@computes_with_nan
 @pytest.mark.parametrize("options", [EXACT, {"n_threads": 1}], ids=["exact", "defaults"])
 def test_nan_of_one_prompt_comes_to_no_other(tmp_path: Path, options: dict[str, Any]) -> None:
     """Neither to those of its batch nor to later ones: what is masked may be multiplied by 0 instead."""
@@ -218,6 +219,7 @@ def test_nan_of_one_prompt_comes_to_no_other(tmp_path: Path, options: dict[str, 
             assert np.array_equal(after.array, before.array)
 
 
+@computes_with_nan
 @pytest.mark.parametrize("options", [EXACT, {"n_threads": 1}], ids=["exact", "defaults"])
 @pytest.mark.parametrize("clear", [lambda memory: memory.clear(), lambda memory: memory.remove(0)])
 def test_a_cleared_memory_holds_no_nan(

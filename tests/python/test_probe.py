@@ -11,7 +11,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from conftest import relative
+from conftest import computes_with_nan, relative
 from tinies.files import FILES
 from tiny import TinyLlama
 
@@ -43,6 +43,7 @@ def test_probe_tells_of_files_that_are_none(tmp_path: Path) -> None:
         lt.probe(junk, timeout=0)
 
 
+@computes_with_nan
 def test_probe_sees_states_that_are_not_finite(tmp_path: Path) -> None:
     tiny = TinyLlama()
     tiny.weights["blk.2.ffn_down.weight"][:] = np.nan
@@ -118,6 +119,7 @@ def test_weights_of_integers_are_refused(tmp_path: Path) -> None:
         lt.Model(tiny.write(tmp_path / "i32.gguf"))
 
 
+@computes_with_nan
 def test_spoilt_files_never_end_the_process(tmp_path: Path, arch_models: Path) -> None:
     """Over two thousand spoilt files, each in a child process: a result or an error, never a signal."""
     for seed in (0, 1):
