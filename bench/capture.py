@@ -1,6 +1,6 @@
 """What capture costs, and what early exit saves.
 
-    python bench/capture.py [MODEL] [--rounds N] [--tokens N] [--threads N] [--gpu-layers N]
+    python bench/capture.py [MODEL] [--rounds N] [--tokens N] [--short N] [--threads N] [--gpu-layers N]
 
 Each round runs every variant once, in an order of its own (a variant is slower after some than after others),
 so that slow phases of the machine fall on all of them; the figures are medians of the rounds' ratios to plain
@@ -21,9 +21,11 @@ from common import machine, timed, write_results
 import llamatap as lt
 from llamatap.fetch import fetch
 
+SHORT = "extract [-2] of short prompts, a token"
+
 
 def variants(
-    model: lt.Model, tokens: list[int], threads: int | None
+    model: lt.Model, tokens: list[int], short: list[list[int]], threads: int | None
 ) -> tuple[dict[str, tuple[str, Callable[[], object]]], Callable[[], None]]:
     """Name -> (what it is compared with, the work); and what is to be done before each work, untimed."""
     n = model.n_layer
@@ -32,7 +34,6 @@ def variants(
     context = model.context(n_ctx=len(tokens) + 512, n_threads=threads)
     batch = lt.Batch.of(tokens)
     extractor = lt.Extractor(model, n_threads=threads)
-    short = [tokens[i : i + 8 + i % 53] for i in range(0, len(tokens) - 60, 2)][:200]
 
     def prefill(layers: list[lt.LayerId] | None, rows: str = "outputs") -> Callable[[], object]:
         def work() -> None:
@@ -46,7 +47,7 @@ def variants(
 
     def steps(layers: list[lt.LayerId] | None) -> Callable[[], object]:
         def loop() -> None:
-            for position in range(32):
+            for position in range(64):
                 context.decode(lt.Batch.of([tokens[position]], pos0=position))
 
         def work() -> None:
@@ -58,21 +59,18 @@ def variants(
 
         return work
 
-    work = {
+    work: dict[str, tuple[str, Callable[[], object]]] = {
         "plain prefill": ("", prefill(None)),
         "tap of 4 layers, all rows": ("plain prefill", prefill([*four], "all")),
         "tap of 4 layers, outputs": ("plain prefill", prefill([*four])),
         "extract [n//2]": ("plain prefill", lambda: extractor(tokens, [n // 2])),
         "extract [-2]": ("plain prefill", lambda: extractor(tokens, [-2])),
         "extract all layers": ("plain prefill", lambda: extractor(tokens, every)),
-        "32 plain steps": ("", steps(None)),
-        "32 steps, tap of 4 layers": ("32 plain steps", steps([*four])),
-        f"extract [-2] of {len(short)} short prompts, a token": (
-            "extract [-2], a token",
-            lambda: extractor(short, [-2]),
-        ),
-        "_short": ("", lambda: sum(map(len, short))),
+        "64 plain steps": ("", steps(None)),
+        "64 steps, tap of 4 layers": ("64 plain steps", steps([*four])),
     }
+    if short:
+        work[SHORT] = ("extract [-2], a token", lambda: extractor(short, [-2]))
     return work, context.memory.clear
 
 
@@ -81,6 +79,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--short", type=int, default=200, help="how many prompts of 8 to 60 tokens; 0: none")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--gpu-layers", type=int, default=0, help="-1: all")
     arguments = parser.parse_args()
@@ -88,8 +87,8 @@ def main() -> None:
     path = arguments.model or fetch("smollm2")
     with lt.Model(path, n_gpu_layers=arguments.gpu_layers) as model:
         tokens = np.random.default_rng(0).integers(100, model.n_vocab, arguments.tokens).tolist()
-        work, prepare = variants(model, tokens, arguments.threads)
-        n_short = int(str(work.pop("_short")[1]()))
+        short = [tokens[2 * i % 450 :][: 8 + 2 * i % 53] for i in range(arguments.short)]
+        work, prepare = variants(model, tokens, short, arguments.threads)
         for _, run in work.values():
             prepare()
             run()
@@ -107,9 +106,8 @@ def main() -> None:
             "build": lt.build_config(),
         }
     seconds["extract [-2], a token"] = [s / len(tokens) for s in seconds["extract [-2]"]]
-    for name in work:
-        if name.endswith("short prompts, a token"):
-            seconds[name] = [s / n_short for s in seconds[name]]
+    if short:
+        seconds[SHORT] = [s / sum(map(len, short)) for s in seconds[SHORT]]
 
     print(f"{head['machine']}; {head['model']}; {len(tokens)} tokens; medians of {arguments.rounds} rounds")
     results = {}
