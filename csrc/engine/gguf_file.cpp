@@ -106,6 +106,14 @@ bool is_table(std::string_view name) {
   return name.find("d2t") != std::string_view::npos || name.find("tid2eid") != std::string_view::npos;
 }
 
+/// What the engine multiplies with or adds element by element, in float32 alone.
+bool is_vector(std::string_view name) {
+  const auto ends_with = [&](std::string_view end) {
+    return name.size() >= end.size() && name.substr(name.size() - end.size()) == end;
+  };
+  return ends_with("norm.weight") || ends_with(".bias") || ends_with(".scale");
+}
+
 }  // namespace
 
 void GgufFile::Free::operator()(gguf_context* file) const { gguf_free(file); }
@@ -200,6 +208,9 @@ void GgufFile::check_tensors(uint64_t n_blocks) const {
     if (gguf_get_tensor_size(file_.get(), i) == 0) fail(name + " has no elements");
     if (!is_weight_type(type) && !is_table(name)) {
       fail(name + " is of type " + ggml_type_name(type) + ", which weights cannot be of");
+    }
+    if (type != GGML_TYPE_F32 && is_vector(name)) {
+      fail(name + " is of type " + ggml_type_name(type) + "; norms, biases and scales must be of f32");
     }
     constexpr std::string_view kBlock = "blk.";
     uint64_t block = 0;

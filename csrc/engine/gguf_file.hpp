@@ -26,9 +26,9 @@ class GgufFile {
   Metadata metadata() const;
 
   /// Throws ModelLoadFailed for what the engine takes for granted and would crash on, or compute nonsense
-  /// from: weights outside of the file, empty or of a type that is none for weights, blocks beyond the
-  /// block count, numbers that are not finite, a negative epsilon, a vocabulary without tokens. The other
-  /// files of a split model are checked too.
+  /// from: weights outside of the file, empty or of a type that is none for weights, norms and biases that
+  /// are not float32, blocks beyond the block count, numbers that are not finite, a negative epsilon, a
+  /// vocabulary without tokens. The other files of a split model are checked too.
   void check() const;
 
   /// This file, and where it is the first of a split model, the others.

@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import EXACT, PEAK_MEMORY, computes_with_nan, random_tokens, relative
+from conftest import EXACT, PEAK_MEMORY, random_tokens, relative
 from numpy.typing import NDArray
 from tiny import TinyLlama
 
@@ -194,7 +194,6 @@ def test_pooling_is_numpys_over_the_rows(
     assert mean.provenance["pooling"] == "mean"
 
 
-@computes_with_nan
 def test_the_maximum_of_nan_is_nan(tiny_path: Path) -> None:
     from tiny import TinyLlama
 

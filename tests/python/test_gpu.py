@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -113,3 +114,19 @@ def test_embeddings_in_place_of_tokens(model: lt.Model, tiny: TinyLlama, rng: np
         context.decode(batch)
         for layer in range(tiny.n_layer + 1):
             assert relative(tap.states[layer], states[layer]) < BOUND, f"H_{layer}"
+
+
+@pytest.mark.parametrize("weights", ["f32", "bf16"])
+def test_converted_weights(
+    tiny_path: Path, tiny: TinyLlama, rng: np.random.Generator, weights: Literal["f32", "bf16"]
+) -> None:
+    """They go to the GPU from a file in memory, which is not kept."""
+    with lt.Model(tiny_path, n_gpu_layers=-1, weights=weights) as model:
+        tokens = random_tokens(rng, model, 70)
+        found = lt.extract(model, tokens, [0, 2, 4])
+        assert model.devices
+        with open("/proc/self/maps") as file:
+            assert "memfd:llamatap" not in file.read()
+    states, _, _ = decoder.forward(tiny.shape(), tiny.weights, tiny.entering(tokens))
+    for layer in (0, 2, 4):
+        assert relative(found[layer], states[layer]) < BOUND

@@ -119,6 +119,17 @@ def test_weights_of_integers_are_refused(tmp_path: Path) -> None:
         lt.Model(tiny.write(tmp_path / "i32.gguf"))
 
 
+@pytest.mark.parametrize("name", ["blk.1.attn_norm.weight", "output_norm.weight"])
+def test_norms_of_16_bits_are_refused(tmp_path: Path, name: str) -> None:
+    """The engine would abort in the middle of its computation, where that cannot be caught."""
+    tiny = TinyLlama()
+    tiny.weights[name] = tiny.weights[name].astype(np.float16)
+    with pytest.raises(
+        lt.ModelLoadError, match=f"{name} is of type f16; norms, biases and scales must be of f32"
+    ):
+        lt.Model(tiny.write(tmp_path / "norm.gguf"))
+
+
 @computes_with_nan
 def test_spoilt_files_never_end_the_process(tmp_path: Path, arch_models: Path) -> None:
     """Over two thousand spoilt files, each in a child process: a result or an error, never a signal."""
