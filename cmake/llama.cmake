@@ -53,6 +53,11 @@ else()
   set(GGML_NATIVE ON CACHE BOOL "Tune the CPU back end for this machine")
   set(GGML_CPU_ALL_VARIANTS OFF CACHE BOOL "" FORCE)
 endif()
+# The engine's AMX kernels are never chosen and never shipped: GCC miscompiles them (llama.cpp#26954), PyTorch in the
+# same thread makes them die, and where a batch is three-dimensional they read beyond the weights (jamba, qwen3next).
+foreach(feature AMX_TILE AMX_INT8 AMX_BF16)
+  set(GGML_${feature} OFF CACHE BOOL "" FORCE)
+endforeach()
 # A second OpenMP runtime beside PyTorch's starves both; contexts attach the engine's own thread pool.
 set(GGML_OPENMP OFF CACHE BOOL "Use OpenMP instead of the engine's own thread pool")
 set(GGML_LLAMAFILE ON CACHE BOOL "Use the tinyBLAS kernels")
@@ -105,8 +110,7 @@ endif()
 # Names of our own and no version links: the loader takes a library that is already in the process
 # for one of the same SONAME, and wheels cannot hold links (each would become a copy).
 set(LLAMATAP_ENGINE_TARGETS llama ggml ggml-base ${GGML_AVAILABLE_BACKENDS})
-# The engine's AMX kernels die of SIGILL when compiled by GCC (llama.cpp#26954): never chosen, never shipped.
-list(REMOVE_ITEM LLAMATAP_ENGINE_TARGETS ggml-cpu-sapphirerapids)
+list(REMOVE_ITEM LLAMATAP_ENGINE_TARGETS ggml-cpu-sapphirerapids)  # AMX
 foreach(target IN LISTS LLAMATAP_ENGINE_TARGETS)
   foreach(property VERSION SOVERSION PUBLIC_HEADER)
     set_property(TARGET ${target} PROPERTY ${property})

@@ -69,7 +69,8 @@ REMARKS = {
     "kimi-k3": "`H_i` is the stream, though blocks attend to earlier ones too; `H_n` is what the norm reads",
     "llada": "no causal attention: a prompt is computed at once",
     "llada-moe": "no causal attention: a prompt is computed at once",
-    "minimax-01": "a block adds to what its norm gives; `H_i` is what the norm reads",
+    "minimax-01": "a block adds to what its norm gives; `H_i` is what the norm reads; the engine aborts "
+    "on several sequences where weights are of Q4_0 or Q4_K: one at a time",
     "nomic-bert": POST_NORM,
     "nomic-bert-moe": POST_NORM,
     "plamo2": SEVERAL,

@@ -81,8 +81,8 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
                        "), not " + std::to_string(options.n_ubatch));
   }
   if (options.n_seq_max > 1 && !model_->batches_sequences()) {
-    throw Unsupported("the engine computes " + model_->arch() +
-                      " wrongly with several sequences in a context; use contexts of n_seq_max=1");
+    throw Unsupported("the engine mixes up several sequences of " + model_->arch() +
+                      " in a context, or aborts; use contexts of n_seq_max=1");
   }
   // Recurrent layers are computed in equal shares of a ubatch; some graphs abort when they do not come out.
   if (recurrent) {

@@ -4,6 +4,7 @@
 #include <gguf.h>
 #include <llama.h>
 
+#include <algorithm>
 #include <array>
 #include <charconv>
 #include <cmath>
@@ -106,12 +107,17 @@ bool is_table(std::string_view name) {
   return name.find("d2t") != std::string_view::npos || name.find("tid2eid") != std::string_view::npos;
 }
 
-/// What the engine multiplies with or adds element by element, in float32 alone.
-bool is_vector(std::string_view name) {
-  const auto ends_with = [&](std::string_view end) {
-    return name.size() >= end.size() && name.substr(name.size() - end.size()) == end;
-  };
-  return ends_with("norm.weight") || ends_with(".bias") || ends_with(".scale");
+/// What the engine uses element by element, in float32 alone: so do converters write it. Another type ends
+/// the process in the middle of a computation.
+bool is_elementwise(std::string_view name) {
+  constexpr std::array kParts{
+      "norm",         ".bias",        ".scale",      "_scale.weight",  "exp_probs_b", "token_types",
+      "ssm_conv1d",   "ssm_a.",       "ssm_d.",      "shortconv.conv", "lerp",        "time_mix_first",
+      "time_mix_ln",  "_decay.",      "time_mix_w0", "time_mix_a0",    "time_mix_v0", "time_mix_k_k",
+      "time_mix_k_a", "time_mix_r_k", "res_score",   "z_l_init"};
+  const std::string ended = std::string(name) + ".";
+  return std::any_of(kParts.begin(), kParts.end(),
+                     [&](const char* part) { return ended.find(part) != std::string::npos; });
 }
 
 }  // namespace
@@ -209,8 +215,8 @@ void GgufFile::check_tensors(uint64_t n_blocks) const {
     if (!is_weight_type(type) && !is_table(name)) {
       fail(name + " is of type " + ggml_type_name(type) + ", which weights cannot be of");
     }
-    if (type != GGML_TYPE_F32 && is_vector(name)) {
-      fail(name + " is of type " + ggml_type_name(type) + "; norms, biases and scales must be of f32");
+    if (type != GGML_TYPE_F32 && is_elementwise(name)) {
+      fail(name + " is of type " + ggml_type_name(type) + "; what is used element by element must be of f32");
     }
     constexpr std::string_view kBlock = "blk.";
     uint64_t block = 0;

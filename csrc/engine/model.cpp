@@ -139,7 +139,7 @@ bool Model::is_hybrid() const { return llama_model_is_hybrid(model_.get()); }
 
 bool Model::batches_sequences() const {
   const std::string name = arch();
-  return name != "plamo2" && name != "arwkv7" && name != "rwkv6qwen2";
+  return name != "plamo2" && name != "arwkv7" && name != "rwkv6qwen2" && name != "minimax-01";
 }
 
 bool Model::is_encoder() const { return (has_encoder() && !has_decoder()) || arch() == "llama-embed"; }

@@ -57,7 +57,8 @@ class Model {
   bool is_recurrent() const;
   bool is_hybrid() const;
   /// Whether the engine computes several sequences of a context rightly: its plamo2 mixes them up, or aborts,
-  /// and what arwkv7 and rwkv6qwen2 keep of the last token is of the wrong sequence.
+  /// what arwkv7 and rwkv6qwen2 keep of the last token is of the wrong sequence, and minimax-01 aborts where
+  /// the CPU has kernels of its own for the type of weight (Q4_0, Q4_K).
   bool batches_sequences() const;
   /// Whether a batch may carry embeddings in place of tokens.
   bool takes_embeddings() const { return arch() != "graniteswitch"; }

@@ -41,6 +41,9 @@ def use():
     assert torch.allclose(torch.linalg.inv(a + torch.eye(800, dtype=torch.float64))
                           @ (a + torch.eye(800, dtype=torch.float64)),
                           torch.eye(800, dtype=torch.float64), atol=1e-6)
+    # On CPUs that have it, by AMX: its tiles are set for a thread, whoever works on it.
+    ones = torch.ones(256, 256, dtype=torch.bfloat16)
+    assert torch.equal(ones @ ones, 256 * ones)
 """
 
 

@@ -161,6 +161,8 @@ def check_hooks(model: lt.Model, whole: NDArray[Any], tokens: list[int]) -> list
     one = lt.Batch.of(tokens)
     by_hooks = tapped(one, "hooks")
     assert np.array_equal(by_hooks, tapped(one, "callback")), "hooks and callback differ"
+    if not model.native.batches_sequences:
+        return layer_map.hooked
     several = lt.Batch()
     rows_of: list[list[int]] = [[], []]
     for position in range(len(tokens)):

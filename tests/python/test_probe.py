@@ -119,15 +119,23 @@ def test_weights_of_integers_are_refused(tmp_path: Path) -> None:
         lt.Model(tiny.write(tmp_path / "i32.gguf"))
 
 
-@pytest.mark.parametrize("name", ["blk.1.attn_norm.weight", "output_norm.weight"])
-def test_norms_of_16_bits_are_refused(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("bert", "token_types.weight"),
+        ("gemma4", "blk.0.layer_output_scale.weight"),
+        ("gemma4", "output_norm.weight"),
+        ("rwkv6", "blk.0.time_mix_lerp_x.weight"),
+        ("rwkv7", "blk.0.time_mix_k_k.weight"),
+    ],
+)
+def test_what_is_used_element_by_element_is_of_float32(tmp_path: Path, file: str, name: str) -> None:
     """The engine would abort in the middle of its computation, where that cannot be caught."""
-    tiny = TinyLlama()
-    tiny.weights[name] = tiny.weights[name].astype(np.float16)
-    with pytest.raises(
-        lt.ModelLoadError, match=f"{name} is of type f16; norms, biases and scales must be of f32"
-    ):
-        lt.Model(tiny.write(tmp_path / "norm.gguf"))
+    tiny = FILES[file]()
+    tiny.f16 = (name,)
+    message = f"{name} is of type f16; what is used element by element must be of f32"
+    with pytest.raises(lt.ModelLoadError, match=message):
+        lt.Model(tiny.write(tmp_path / "f16.gguf"))
 
 
 @computes_with_nan

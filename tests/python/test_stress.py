@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import logging
-import resource
 import subprocess
 import sys
 import threading
@@ -80,11 +77,24 @@ def test_contexts_of_one_model_in_several_threads(tiny_model: lt.Model) -> None:
     assert len(rounds) == 15 * len(works)
 
 
-def resident() -> int:
-    """Bytes of this process in memory."""
+#: Run in a process of its own: what the heap of a long run of tests takes and gives back would drown a leak.
+RESIDENT = """
+import gc, logging, resource, sys
+import llamatap as lt
+
+logging.getLogger("llamatap").setLevel(logging.CRITICAL)
+
+def resident():
     gc.collect()
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
+"""
+
+
+def growth(code: str, path: Path) -> int:
+    """What the code, given the path of a model, prints: bytes."""
+    command = [sys.executable, "-c", RESIDENT + code, str(path)]
+    return int(subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout)
 
 
 measures_memory = pytest.mark.skipif(
@@ -94,39 +104,43 @@ measures_memory = pytest.mark.skipif(
 
 
 @measures_memory
-def test_ten_thousand_decodes_take_no_memory(tiny_model: lt.Model, caplog: pytest.LogCaptureFixture) -> None:
+def test_ten_thousand_decodes_take_no_memory(tiny_path: Path) -> None:
     """Of a row of states, a leak would come to 10 MB; of a hundred bytes of anything, to 1 MB."""
-    caplog.set_level(logging.CRITICAL, "llamatap")  # pytest keeps what is logged
-    with tiny_model.context(n_ctx=256, **EXACT) as context, context.tap(LAYERS) as tap:
+    code = """
+with lt.Model(sys.argv[1]) as model, model.context(n_ctx=256, n_threads=1) as context, \\
+        context.tap([0, 2, -1, "norm"]) as tap:
 
-        def decode(count: int) -> None:
-            for step in range(count):
-                if step % 100 == 0:
-                    context.memory.clear()
-                context.decode(lt.Batch.of([5 + step % 200], pos0=step % 100))
-                assert tap.states.array.shape == (1, 4, 64)
-                context.logits()
+    def decode(count):
+        for step in range(count):
+            if step % 100 == 0:
+                context.memory.clear()
+            context.decode(lt.Batch.of([5 + step % 200], pos0=step % 100))
+            assert tap.states.array.shape == (1, 4, 64)
+            context.logits()
 
-        decode(1000)
-        before = resident()
-        decode(10_000)
-        assert resident() - before < 2**20
+    decode(1000)
+    before = resident()
+    decode(10_000)
+    print(resident() - before)
+"""
+    assert growth(code, tiny_path) < 2**20
 
 
 @measures_memory
-def test_a_thousand_loads_take_no_memory(tiny_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_thousand_loads_take_no_memory(tiny_path: Path) -> None:
     """A model is 0.7 MB and its context more; of 4 kB each time, a leak would be seen."""
-    caplog.set_level(logging.CRITICAL, "llamatap")
+    code = """
+def load(count):
+    for _ in range(count):
+        with lt.Model(sys.argv[1]) as model, model.context(n_ctx=256, n_threads=1) as context:
+            context.decode(lt.Batch.of([5]))
 
-    def load(count: int) -> None:
-        for _ in range(count):
-            with lt.Model(tiny_path) as model, model.context(n_ctx=256, n_threads=1) as context:
-                context.decode(lt.Batch.of([5]))
-
-    load(150)
-    before = resident()
-    load(1000)
-    assert resident() - before < 4 * 2**20
+load(150)
+before = resident()
+load(1000)
+print(resident() - before)
+"""
+    assert growth(code, tiny_path) < 4 * 2**20
 
 
 def test_a_long_context_and_a_large_vocabulary_take_no_memory_for_their_product(tmp_path: Path) -> None:
