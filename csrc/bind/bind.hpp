@@ -11,6 +11,7 @@
 
 #include "capture/block.hpp"
 #include "capture/recorder.hpp"
+#include "engine/error.hpp"
 #include "engine/shutdown.hpp"
 #include "engine/worker.hpp"
 
@@ -77,6 +78,12 @@ struct Integer {
   int64_t value = 0;
 };
 
+/// Integers where nothing else will do: what is none is an InvalidInputError that says what to give, not
+/// pybind11's TypeError.
+struct TokenIds {
+  std::vector<Integer> ids;
+};
+
 /// Takes two ways out of a class: an object made without __init__ would be memory that nobody wrote, and
 /// old pickle protocols call the base class of all bindings, which ends the process.
 template <typename Class>
@@ -127,6 +134,23 @@ struct type_caster<llamatap::bind::Integer> {
 
   static handle cast(const llamatap::bind::Integer& source, return_value_policy, handle) {
     return PyLong_FromLongLong(source.value);
+  }
+};
+
+template <>
+struct type_caster<llamatap::bind::TokenIds> {
+  PYBIND11_TYPE_CASTER(llamatap::bind::TokenIds,
+                       const_name("collections.abc.Sequence[typing.SupportsIndex]"));
+
+  bool load(handle source, bool convert) {
+    make_caster<std::vector<llamatap::bind::Integer>> caster;
+    if (!caster.load(source, convert)) {
+      throw llamatap::InvalidInput(
+          "tokens must be a list or an array of integers, such as model.tokenize(text) gives, not " +
+          module_::import("reprlib").attr("repr")(source).cast<std::string>());
+    }
+    value.ids = cast_op<std::vector<llamatap::bind::Integer>&&>(std::move(caster));
+    return true;
   }
 };
 

@@ -38,13 +38,13 @@ std::vector<int32_t> as_list(const Sequences& sequences) {
 }  // namespace
 
 void register_batch(py::module_& module) {
-  py::class_<Batch> batch(module, "Batch",
+  py::class_<Batch> bound(module, "Batch",
                           R"(What one decode is given: entries of (token, position, sequence, output flag).
 
 Rows of states and logits are numbered as the entries are, whatever order the engine computes them in.
 A batch holds token ids, or, when made with ``n_embd``, embeddings in their place.)");
-  seal(batch);
-  batch
+  seal(bound);
+  bound
       .def(py::init([](Integer n_embd) {
              if (n_embd.value < 0) throw InvalidInput("n_embd must not be negative");
              return Batch(narrow(n_embd, "n_embd"));
@@ -90,21 +90,23 @@ A batch holds token ids, or, when made with ``n_embd``, embeddings in their plac
 :raises InvalidInputError: another width, NaN or infinity among the values, or the batch holds tokens.)")
       .def_static(
           "of",
-          [](const std::vector<Integer>& tokens, Integer seq, Integer pos0) {
+          [](const TokenIds& tokens, Integer seq, Integer pos0) {
             Batch batch;
             const std::vector<int32_t> sequences{narrow(seq, "sequence id")};
             const int64_t first = narrow(pos0, "position");
-            for (size_t i = 0; i < tokens.size(); ++i) {
+            for (size_t i = 0; i < tokens.ids.size(); ++i) {
               const int32_t position = narrow(first + static_cast<int64_t>(i), "position");
-              batch.add(narrow(tokens[i], "token id"), position, sequences, i + 1 == tokens.size());
+              batch.add(narrow(tokens.ids[i], "token id"), position, sequences, i + 1 == tokens.ids.size());
             }
             return batch;
           },
           py::arg("tokens"), py::arg("seq") = Integer{0}, py::arg("pos0") = Integer{0},
           R"(A batch of consecutive tokens of one sequence; the last one is an output.
 
-:param tokens: token ids.
-:param pos0: the position of the first one.)")
+:param tokens: token ids, in a list or an array of integers.
+:param seq: the sequence that they belong to.
+:param pos0: the position of the first one.
+:raises InvalidInputError: they are no token ids.)")
       .def("clear", &Batch::clear, "Remove all entries.")
       .def("__len__", &Batch::size)
       .def_property_readonly("n_embd", &Batch::n_embd, "Width of embedding entries; 0 for tokens.")

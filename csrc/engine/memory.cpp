@@ -16,8 +16,8 @@ namespace {
 
 void check_range(int32_t p0, int32_t p1) {
   if (p0 < -1 || p1 < -1 || (p0 >= 0 && p1 >= 0 && p0 > p1)) {
-    throw InvalidInput("positions [" + std::to_string(p0) + ", " + std::to_string(p1) +
-                       ") are no range; -1 stands for an open end");
+    throw InvalidInput("positions from " + std::to_string(p0) + " up to " + std::to_string(p1) +
+                       " are no range");
   }
 }
 

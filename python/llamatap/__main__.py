@@ -113,10 +113,13 @@ def _layers(text: str) -> list[LayerId]:
         if item == "norm":
             layers.append("norm")
             continue
+        first, dots, last = item.partition("..")
         try:
-            layers.append(int(item))
+            layers += range(int(first), int(last) + 1) if dots else [int(item)]
         except ValueError:
-            raise InvalidInputError(f"--layers: {item!r} is no layer id") from None
+            raise InvalidInputError(
+                f'--layers: {item!r} is no layer id; give integers, ranges (0..30) and "norm"'
+            ) from None
     return layers
 
 

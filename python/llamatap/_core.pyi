@@ -118,8 +118,10 @@ class Batch:
         """
         A batch of consecutive tokens of one sequence; the last one is an output.
 
-        :param tokens: token ids.
+        :param tokens: token ids, in a list or an array of integers.
+        :param seq: the sequence that they belong to.
         :param pos0: the position of the first one.
+        :raises InvalidInputError: they are no token ids.
         """
     def __init__(self, n_embd: typing.SupportsIndex = 0) -> None:
         """

@@ -34,18 +34,26 @@ def is_single(inputs: object) -> bool:
             )
         return True
     if not isinstance(inputs, Sequence) or isinstance(inputs, (bytes, bytearray)):
+        hint = "; .tolist() of a tensor gives a list" if hasattr(inputs, "tolist") else ""
         raise InvalidInputError(
-            f"inputs must be a str, token ids, or a list of either, not {type(inputs).__name__}"
+            f"inputs must be a str, token ids, or a list of either, not {type(inputs).__name__}{hint}"
         )
     if len(inputs) == 0:
         raise InvalidInputError("inputs is empty")
-    return all(isinstance(item, (int, np.integer)) for item in inputs)
+    are_ids = [isinstance(item, (int, np.integer)) for item in inputs]
+    if any(are_ids) and not all(are_ids):
+        other = type(inputs[are_ids.index(False)]).__name__
+        raise InvalidInputError(
+            f"inputs is a list of token ids and {other}; a list of prompts holds lists of ids"
+        )
+    return all(are_ids)
 
 
 def prompt_tokens(model: Model, prompt: Input, max_length: int | None) -> NDArray[np.int32]:
     """The token ids of a prompt: a read-only copy, for the caller's array may change."""
     if not isinstance(prompt, (str, Sequence, np.ndarray)) or isinstance(prompt, (bytes, bytearray)):
-        raise InvalidInputError(f"a prompt is a str or token ids, not {type(prompt).__name__}")
+        hint = "; .tolist() of a tensor gives a list" if hasattr(prompt, "tolist") else ""
+        raise InvalidInputError(f"a prompt is a str or token ids, not {type(prompt).__name__}{hint}")
     if isinstance(prompt, np.ndarray) and prompt.ndim != 1:
         raise InvalidInputError(f"token ids must be one-dimensional, not of shape {prompt.shape}")
     # With a BOS token even an empty text has tokens; it is a mistake all the same.

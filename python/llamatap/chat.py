@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -46,6 +47,10 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: An
 
     :raises InvalidInputError: the template is broken, or refuses the messages.
     """
+    if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
+        raise InvalidInputError(
+            f'messages must be a list of {{"role": ..., "content": ...}}, not {reprlib.repr(messages)}'
+        )
     # Imported here: many uses of llamatap never render a template.
     from jinja2 import TemplateError
     from jinja2.ext import loopcontrols

@@ -68,6 +68,9 @@ class Memory(NotCopied):
         """Forget the positions ``[p0, p1)`` of a sequence. With the last sequence all of the cache is set to
         zero; until then, NaN that one has left in it can reach others.
 
+        :param p0: None for the beginning.
+        :param p1: None for the end.
+        :raises InvalidInputError: no such sequence id, or positions that are no range.
         :raises UnsupportedError: the memory cannot forget a part: a recurrent model's, or a sliding
             window's without ``swa_full``.
         """
@@ -77,18 +80,23 @@ class Memory(NotCopied):
         """Let ``target`` have the positions ``[p0, p1)`` of ``source`` too, in place of what it has there;
         of a whole sequence, in place of all that it has.
 
+        :raises InvalidInputError: no such sequence id, or positions that are no range.
         :raises UnsupportedError: a part of a sequence, where only a whole one can be copied.
         """
         self._context.native.memory_copy(_sequence(source), _sequence(target), _position(p0), _position(p1))
 
     def keep(self, seq: int) -> None:
-        """Forget all sequences but one."""
+        """Forget all sequences but one.
+
+        :raises InvalidInputError: no such sequence id.
+        """
         self._context.native.memory_keep(_sequence(seq))
 
     def shift(self, seq: int, p0: int | None, p1: int | None, delta: int) -> None:
         """Move the positions ``[p0, p1)`` of a sequence by ``delta``. What it shares with others
         (:meth:`copy`, batches of several sequences) moves in them too.
 
+        :raises InvalidInputError: no such sequence id, or positions that are no range.
         :raises UnsupportedError: the model's positions cannot be moved.
         """
         self._context.native.memory_shift(
@@ -96,11 +104,17 @@ class Memory(NotCopied):
         )
 
     def first(self, seq: int) -> int:
-        """The first position of a sequence in memory; -1 when there is none."""
+        """The first position of a sequence in memory; -1 when there is none.
+
+        :raises InvalidInputError: no such sequence id.
+        """
         return self._context.native.memory_first(_sequence(seq))
 
     def last(self, seq: int) -> int:
-        """The last position of a sequence in memory; -1 when there is none."""
+        """The last position of a sequence in memory; -1 when there is none.
+
+        :raises InvalidInputError: no such sequence id.
+        """
         return self._context.native.memory_last(_sequence(seq))
 
 
@@ -126,12 +140,14 @@ class Tap(NotCopied):
         self.dtype = dtype
         self._context = context
         self._last: States | None = None
+        self._entered = False
 
     def __enter__(self) -> Tap:
         self._context.native  # noqa: B018  a closed context is told now rather than at the first decode
         if self._context._tap is not None:
             raise InvalidInputError("a tap is open on this context already; ask it for all layers")
         self._last = None
+        self._entered = True
         self._context._tap = self
         return self
 
@@ -152,6 +168,10 @@ class Tap(NotCopied):
         :raises InvalidInputError: nothing was decoded yet.
         """
         if self._last is None:
+            if not self._entered:
+                raise InvalidInputError(
+                    "the tap was never opened; decode within `with context.tap(...) as tap:`"
+                )
             raise InvalidInputError("nothing was decoded since the tap was opened")
         return self._last
 

@@ -103,7 +103,7 @@ class _Run:
         windows = self._one_each("window", window, len(prompts), isinstance(window, tuple))
         if self.dtype is None:
             first = next((o for o in outs if isinstance(o, np.ndarray)), None)
-            self.dtype = "float32" if first is None else dtype_name(first.dtype)
+            self.dtype = "float32" if first is None else dtype_name(first.dtype, "the dtype of out")
 
         self.jobs: list[_Job] = []
         for index, prompt in enumerate(prompts):
@@ -122,7 +122,9 @@ class _Run:
                 raise InvalidInputError("a list of inputs takes a list of outs, one each")
             return [value] * count
         if self.single or not isinstance(value, Sequence):
-            raise InvalidInputError(f"{name} must be one for each input, not {type(value).__name__}")
+            one = {"out": "a NumPy array", "window": "(start, stop)"}[name]
+            many = "" if self.single else ", or a list of them, one for each input"
+            raise InvalidInputError(f"{name} must be {one}{many}, not {type(value).__name__}")
         if len(value) != count:
             raise InvalidInputError(f"there are {count} inputs, but {len(value)} entries in {name}")
         return list(value)
@@ -431,6 +433,7 @@ def extract(
     :raises UnsupportedError: the model carries no single residual stream, or is no language model or
         encoder of its own (encoder-decoders, drafters), or ``"norm"`` is asked of one that has none.
     :raises BusyError: another thread uses the context.
+    :raises ClosedError: the model or the context was closed.
 
     Nothing after the last wanted layer is computed, the output head included. Many short prompts share
     batches. Runs without the GIL; Ctrl-C ends it.

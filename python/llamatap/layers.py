@@ -78,7 +78,9 @@ class Convention:
             if layer == "norm" and self.name == "llamatap":
                 return "norm"
             known = 'an integer or "norm"' if self.name == "llamatap" else "an integer"
-            raise InvalidInputError(f"a layer id of {self.name} is {known}, not {layer!r}")
+            raise InvalidInputError(
+                f"a layer id of {self.name} is {known}, not {layer!r}; all are range({last + 1})"
+            )
         index = _index(layer, self.name)
         if self.negative and index < 0:
             index += last + 1
@@ -127,12 +129,13 @@ CONVENTIONS: dict[str, Convention] = {
 
 
 def _index(layer: SupportsIndex, name: str) -> int:
-    if isinstance(layer, bool):
-        raise InvalidInputError(f"a layer id of {name} is an integer, not {layer!r}")
     try:
-        return operator.index(layer)
+        if not isinstance(layer, bool):
+            return operator.index(layer)
     except TypeError:
-        raise InvalidInputError(f"a layer id of {name} is an integer, not {layer!r}") from None
+        pass
+    known = 'an integer or "norm"' if name == "llamatap" else "an integer"
+    raise InvalidInputError(f"a layer id of {name} is {known}, not {layer!r}")
 
 
 def _convention(name: str) -> Convention:
@@ -164,6 +167,8 @@ def translate(
     if n_layer < 1:
         raise InvalidInputError(f"n_layer must be at least 1, not {n_layer}")
     reading, writing = _convention(source), _convention(target)
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+        raise InvalidInputError(f"ids must be a list of layer ids, not {ids!r}")
     ids = list(ids)
     if not final_norm:
         if "norm" in ids:

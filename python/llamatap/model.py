@@ -171,6 +171,7 @@ class Model(NotCopied):
 
     @property
     def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
         return self._native is None
 
     def close(self) -> None:
@@ -244,6 +245,7 @@ class Model(NotCopied):
 
     @property
     def n_params(self) -> int:
+        """Elements of all tensors."""
         return self.native.n_params
 
     @property
@@ -258,10 +260,12 @@ class Model(NotCopied):
 
     @property
     def bos_token(self) -> int | None:
+        """The id of the token that begins a text; None where the vocabulary has none."""
         return self.native.bos
 
     @property
     def eos_token(self) -> int | None:
+        """The id of the token that ends a text; None where the vocabulary has none."""
         return self.native.eos
 
     @property

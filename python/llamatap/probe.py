@@ -35,6 +35,7 @@ class LayerProbe:
 
     @property
     def finite(self) -> bool:
+        """Whether all values are."""
         return self.rms == self.rms
 
 

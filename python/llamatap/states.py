@@ -31,7 +31,7 @@ _DTYPES = {
 _JSON_KEYS = frozenset(("flash_attention", "layers", "max_length", "n_embd", "n_layer", "norm", "window"))
 
 
-def dtype_name(dtype: DTypeLike | str) -> str:
+def dtype_name(dtype: DTypeLike | str, what: str = "dtype") -> str:
     """ "float32", "float16" or "bfloat16" of anything that names one of them.
 
     :raises InvalidInputError: another dtype, or one of another byte order.
@@ -45,7 +45,7 @@ def dtype_name(dtype: DTypeLike | str) -> str:
     for name, known in _DTYPES.items():
         if found == known:
             return name
-    raise InvalidInputError(f"dtype must be float32, float16 or bfloat16, not {dtype!r}")
+    raise InvalidInputError(f"{what} must be float32, float16 or bfloat16, not {dtype!r}")
 
 
 def typed_view(array: NDArray[Any], name: str) -> NDArray[Any]:
@@ -193,6 +193,8 @@ class States:
             for key, value in self.provenance.items()
             if value is not None
         }
+        if not (folder := Path(path).parent).is_dir():
+            raise FileNotFoundError(f"no such folder: {folder}")
         with atomic_path(Path(path)) as scratch:
             save_file(tensors, scratch, metadata=metadata)
 
@@ -211,8 +213,10 @@ class States:
             with safe_open(path, framework="np") as file:
                 metadata = {
                     key: json.loads(value) if key in _JSON_KEYS else value
-                    for key, value in file.metadata().items()
+                    for key, value in (file.metadata() or {}).items()
                 }
+                if missing := {"layers", "n_layer", "n_embd"} - metadata.keys():
+                    raise ValueError(f"its metadata has no {', '.join(sorted(missing))}")
                 array = file.get_tensor("hidden_states")
                 tokens = file.get_tensor("tokens")
             metadata.setdefault("model_sha256", None)

@@ -18,6 +18,7 @@ import pytest
 from conftest import EXACT as EXACT_ANYWHERE
 
 import llamatap as lt
+from llamatap._native import _core
 
 EXACT = {**EXACT_ANYWHERE, "n_threads": 1}
 
@@ -231,6 +232,9 @@ check(model)
     )
 
 
+@pytest.mark.skipif(
+    bool(_core.build_info()["sanitize"]), reason="a fork may find AddressSanitizer's allocator locked"
+)
 def test_many_forks_while_threads_log_and_load(tiny_path: Path) -> None:
     run(
         tiny_path,

@@ -216,6 +216,11 @@ INVALID: dict[str, Callable[[World], Any]] = {
     "batch: a token beyond 64 bits": lambda w: lt.Batch().add(2**70, 0),
     "batch: a position beyond 64 bits": lambda w: lt.Batch().add(5, -(2**70)),
     "batch: a sequence beyond 64 bits": lambda w: lt.Batch().add(5, 0, [2**70]),
+    "batch: of text": lambda w: lt.Batch.of("abc"),
+    "batch: of bytes": lambda w: lt.Batch.of(b"abc"),
+    "batch: of lists": lambda w: lt.Batch.of([[5]]),
+    "batch: of fractions": lambda w: lt.Batch.of(np.array([5.0])),
+    "batch: of one number": lambda w: lt.Batch.of(5),
     "batch: tokens beyond 64 bits": lambda w: lt.Batch.of([2**70]),
     "batch: the last position beyond 32 bits": lambda w: lt.Batch.of([5, 6], pos0=2**31 - 1),
     "batch: the first position at the end of 64": lambda w: lt.Batch.of([5, 6], pos0=2**63 - 1),
@@ -325,9 +330,6 @@ TYPE_ERRORS: dict[str, Callable[[World], Any]] = {
     "batch: a text": lambda w: lt.Batch().add("5", 0),
     "batch: a sequence None": lambda w: lt.Batch().add(5, 0, None),
     "batch: output a text": lambda w: lt.Batch().add(5, 0, output="no"),
-    "batch: of text": lambda w: lt.Batch.of("abc"),
-    "batch: of bytes": lambda w: lt.Batch.of(b"abc"),
-    "batch: of lists": lambda w: lt.Batch.of([[5]]),
     "embedding: a list": embedding([0.0] * 64),
     "embedding: None": embedding(None),
     "embedding: another byte order": embedding(zeros(64, dtype=">f4")),
@@ -402,3 +404,27 @@ def test_states_are_copied_and_stay_read_only(world: World) -> None:
         assert again.provenance == states.provenance
         assert not again.array.flags.writeable
         assert not again.tokens.flags.writeable
+
+
+#: Mistakes of a first hour, and what their errors must name: what to do.
+FIRST_HOUR: dict[str, tuple[Callable[[World], Any], str]] = {
+    "a tap without with": (lambda w: w.context.tap([1]).states, "with context.tap"),
+    "text where ids belong": (lambda w: lt.Batch.of("hello"), "model.tokenize"),
+    "a message for messages": (
+        lambda w: w.model.apply_chat_template({"role": "user"}, template="x"),
+        "a list of",
+    ),
+    "a number for a window": (lambda w: lt.extract(w.model, [5], [1], window=-1), r"\(start, stop\)"),
+    "all layers by name": (lambda w: lt.extract(w.model, [5], "all"), r"range\("),
+    "no layers": (lambda w: lt.extract(w.model, [5], None), '"norm"'),
+    "ids and text mixed": (lambda w: lt.extract(w.model, [1, "a"], [1]), "token ids and str"),
+    "an out of float64": (lambda w: lt.extract(w.model, [5], [1], out=np.zeros((1, 1, 64))), "dtype of out"),
+    "one id to translate": (lambda w: lt.layers.translate(-2, n_layer=3), "a list"),
+}
+
+
+@pytest.mark.parametrize("name", FIRST_HOUR)
+def test_errors_say_what_to_do(world: World, name: str) -> None:
+    call, advice = FIRST_HOUR[name]
+    with pytest.raises(lt.InvalidInputError, match=advice):
+        call(world)
