@@ -139,11 +139,11 @@ neighbours: | python
 	CMAKE_ARGS="$(CMAKE_ARGS) -DGGML_NATIVE=OFF" .venv-neighbours/bin/python -m pip install --no-cache-dir llama-cpp-python
 	.venv-neighbours/bin/python -m pytest tests/neighbours
 
-# Assertions on. Without any optimisation the engine would take hours.
+# Assertions on, and the arithmetic of a release: compiled otherwise, the engine rounds otherwise.
 debug: $(ARCHS) | python
 	$(call TEST_VENV,.venv-debug)
 	.venv-debug/bin/python -m pip install --no-build-isolation ".[demo]" -C cmake.build-type=Debug \
-	  -C "cmake.define.CMAKE_C_FLAGS_DEBUG=-g -O1" -C "cmake.define.CMAKE_CXX_FLAGS_DEBUG=-g -O1"
+	  -C "cmake.define.CMAKE_C_FLAGS_DEBUG=-g -O3" -C "cmake.define.CMAKE_CXX_FLAGS_DEBUG=-g -O3"
 	.venv-debug/bin/python -m pytest
 
 # Python itself is not instrumented: the runtime is preloaded, and what CPython leaves at exit is not ours.
