@@ -18,6 +18,7 @@ from conftest import EXACT as EXACT_ANYWHERE
 from numpy.typing import NDArray
 from test_architectures import OF_THE_ENGINE, SNAPSHOT
 from tinies.files import FILES
+from tiny import copy_keys
 
 import llamatap as lt
 
@@ -35,13 +36,7 @@ def quantise(source: Path, path: Path, kind: gguf.GGMLQuantizationType) -> int:
     """Writes the file with its matrices quantised by the gguf package; how many they are."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
-    for field in reader.fields.values():
-        is_array = field.types[0] == gguf.GGUFValueType.ARRAY
-        if field.name.startswith(("GGUF.", "general.architecture")) or (is_array and not field.contents()):
-            continue
-        writer.add_key_value(
-            field.name, field.contents(), field.types[0], field.types[-1] if is_array else None
-        )
+    copy_keys(reader, writer)
     count = 0
     for tensor in reader.tensors:
         data: NDArray[Any] = tensor.data

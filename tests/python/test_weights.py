@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import EXACT, relative
 from numpy.typing import NDArray
-from tiny import TinyLlama
+from tiny import TinyLlama, copy_keys
 
 import llamatap as lt
 from reference import decoder
@@ -70,9 +70,7 @@ def test_files_of_any_alignment(tiny: TinyLlama, tmp_path: Path, alignment: int,
     reader = gguf.GGUFReader(tiny.write(tmp_path / "tiny.gguf", tokenizer=False))
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_custom_alignment(alignment)
-    for field in reader.fields.values():
-        if not field.name.startswith(("GGUF.", "general.architecture")):
-            writer.add_key_value(field.name, field.contents(), field.types[0])
+    copy_keys(reader, writer)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data)
     writer.write_header_to_file()
@@ -110,11 +108,7 @@ def with_types(
     whole = tiny.write(path.with_name("whole.gguf"), tokenizer=False)
     reader = gguf.GGUFReader(whole)
     writer = gguf.GGUFWriter(path, "llama", split_max_tensors=10 if split else 0)
-    for field in reader.fields.values():
-        if field.name == "general.file_type" and not told:
-            continue
-        if not field.name.startswith(("GGUF.", "general.architecture")):
-            writer.add_key_value(field.name, field.contents(), field.types[0])
+    copy_keys(reader, writer, () if told else ("general.file_type",))
     for tensor in reader.tensors:
         if len(tensor.shape) == 1:
             writer.add_tensor(tensor.name, tensor.data)

@@ -265,6 +265,18 @@ def _add_byte_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_add_space_prefix(False)
 
 
+def copy_keys(reader: gguf.GGUFReader, writer: gguf.GGUFWriter, left_out: tuple[str, ...] = ()) -> None:
+    """All keys but the architecture, which the writer has, and those that begin with what is left out. Empty
+    arrays are left out too: the writer knows none."""
+    for name, entry in reader.fields.items():
+        if name.startswith(("GGUF.", "general.architecture", *left_out)):
+            continue
+        value: Any = entry.contents()
+        is_array = entry.types[0] == gguf.GGUFValueType.ARRAY
+        if not is_array or value:
+            writer.add_key_value(name, value, entry.types[0], sub_type=entry.types[-1] if is_array else None)
+
+
 def write_as_f32(source: Path, target: Path, *, vocabulary: bool = True) -> Path:
     """A copy of a GGUF file with all tensors dequantised to float32, by the gguf package.
 
@@ -273,15 +285,8 @@ def write_as_f32(source: Path, target: Path, *, vocabulary: bool = True) -> Path
     reader = gguf.GGUFReader(source)
     arch = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(target, arch)
-    skipped = {"general.architecture", "general.file_type", "general.quantization_version"}
-    for name, entry in reader.fields.items():
-        if name.startswith("GGUF.") or name in skipped:
-            continue
-        if name.startswith("tokenizer.") and not vocabulary:
-            continue
-        value: Any = entry.contents()
-        sub_type = entry.types[-1] if entry.types[0] == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(name, value, entry.types[0], sub_type=sub_type)
+    left_out = ("general.file_type", "general.quantization_version")
+    copy_keys(reader, writer, left_out if vocabulary else (*left_out, "tokenizer."))
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     if not vocabulary:
         writer.add_tokenizer_model("none")
