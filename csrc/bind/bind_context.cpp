@@ -65,18 +65,18 @@ std::tuple<py::array, Ints> run_tapped(Context& context, const ConstMap& map,
 }  // namespace
 
 void register_context(py::module_& module) {
-  py::class_<Context> context(module, "Context", "A model with memory.");
+  py::class_<Context, std::shared_ptr<Context>> context(module, "Context", "A model with memory.");
   seal(context);
   context
       .def(py::init([](const std::shared_ptr<Model>& model, uint32_t n_ctx, uint32_t n_batch,
                        uint32_t n_ubatch, uint32_t n_seq_max, uint32_t n_rs_seq, uint32_t n_outputs_max,
                        int32_t n_threads, const std::string& type_k, const std::string& type_v,
                        int32_t flash_attention, bool kv_unified, bool swa_full) {
-             const ContextOptions options{n_ctx,    n_batch,         n_ubatch,   n_seq_max,
-                                          n_rs_seq, n_outputs_max,   n_threads,  type_k,
-                                          type_v,   flash_attention, kv_unified, swa_full};
+             const ContextOptions options{n_ctx,         n_batch,   n_ubatch, n_seq_max, n_rs_seq,
+                                          n_outputs_max, n_threads, type_k,   type_v,    flash_attention,
+                                          kv_unified,    swa_full,  nullptr,  false,     true};
              const GilReleased released;
-             return std::make_unique<Context>(model, options);
+             return std::make_shared<Context>(model, options);
            }),
            py::arg("model"), py::kw_only(), py::arg("n_ctx"), py::arg("n_batch"), py::arg("n_ubatch"),
            py::arg("n_seq_max"), py::arg("n_rs_seq"), py::arg("n_outputs_max"), py::arg("n_threads"),
@@ -84,6 +84,8 @@ void register_context(py::module_& module) {
            py::arg("swa_full"))
       .def_property_readonly("n_ctx", &Context::n_ctx)
       .def_property_readonly("n_ctx_seq", &Context::n_ctx_seq)
+      .def_property_readonly("position_limit",
+                             [](const Context& context) { return context.model()->position_limit(); })
       .def_property_readonly("nodes_seen", &Context::nodes_seen)
       .def_property_readonly("n_batch", &Context::n_batch)
       .def_property_readonly("n_ubatch", &Context::n_ubatch)

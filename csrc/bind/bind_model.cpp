@@ -80,6 +80,7 @@ void register_model(py::module_& module) {
       .def_property_readonly("size_bytes", &Model::size_bytes)
       .def_property_readonly("is_recurrent", &Model::is_recurrent)
       .def_property_readonly("is_hybrid", &Model::is_hybrid)
+      .def_property_readonly("n_swa", &Model::n_swa, "Width of its sliding window; 0 without one.")
       .def_property_readonly("batches_sequences", &Model::batches_sequences)
       .def_property_readonly("device_names", &Model::device_names)
       .def_property_readonly("n_vocab", [](const Model& model) { return model.vocab().size(); })

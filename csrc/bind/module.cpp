@@ -15,4 +15,5 @@ PYBIND11_MODULE(_core, module) {
   register_capture(module);
   register_context(module);
   register_sampler(module);
+  register_draft(module);
 }

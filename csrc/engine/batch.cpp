@@ -18,9 +18,17 @@ void Batch::add(int32_t token, int32_t position, const std::vector<int32_t>& seq
 
 void Batch::add_embedding(const float* values, int32_t position, const std::vector<int32_t>& sequences,
                           bool output) {
-  if (!has_embeddings()) throw InvalidInput("this batch holds tokens; embeddings cannot be added to it");
+  if (has_tokens()) throw InvalidInput("this batch holds tokens; embeddings cannot be added to it");
   add_entry(position, sequences, output);
   embeddings_.insert(embeddings_.end(), values, values + n_embd_);
+}
+
+void Batch::add_pair(int32_t token, const float* state, int32_t position,
+                     const std::vector<int32_t>& sequences, bool output) {
+  if (!has_tokens() || !has_embeddings()) throw InvalidInput("this batch is none of tokens with states");
+  add_entry(position, sequences, output);
+  tokens_.push_back(token);
+  embeddings_.insert(embeddings_.end(), state, state + n_embd_);
 }
 
 void Batch::clear() {

@@ -6,20 +6,32 @@
 
 namespace llamatap {
 
-/// What one decode is given: entries of (token or embedding, position, sequences, output flag). A batch
-/// holds tokens or embeddings, not both. Rows of results are in the order of its entries.
+/// What one decode is given: entries of (what is computed, position, sequences, output flag). All of a batch
+/// are tokens, or embeddings, or pairs of a token and a state. Rows of results are in the order of its
+/// entries.
 class Batch {
  public:
   /// `n_embd` is the width of embedding entries; 0 for a batch of tokens.
-  explicit Batch(int32_t n_embd = 0) : n_embd_(n_embd) {}
+  explicit Batch(int32_t n_embd = 0) : n_embd_(n_embd), has_tokens_(n_embd == 0) {}
+
+  /// A batch of pairs, with states of this width: what EAGLE-3 and MTP blocks compute.
+  static Batch of_pairs(int32_t n_state) {
+    Batch batch(n_state);
+    batch.has_tokens_ = true;
+    return batch;
+  }
 
   void add(int32_t token, int32_t position, const std::vector<int32_t>& sequences, bool output);
   void add_embedding(const float* values, int32_t position, const std::vector<int32_t>& sequences,
                      bool output);
+  void add_pair(int32_t token, const float* state, int32_t position, const std::vector<int32_t>& sequences,
+                bool output);
   void clear();
 
   int32_t size() const { return static_cast<int32_t>(positions_.size()); }
   int32_t n_embd() const { return n_embd_; }
+  bool has_tokens() const { return has_tokens_; }
+  /// Whether entries carry values: embeddings in the place of tokens, or states beside them.
   bool has_embeddings() const { return n_embd_ > 0; }
   const std::vector<int32_t>& tokens() const { return tokens_; }
   const float* embedding(int32_t row) const {
@@ -33,6 +45,7 @@ class Batch {
   void add_entry(int32_t position, const std::vector<int32_t>& sequences, bool output);
 
   int32_t n_embd_;
+  bool has_tokens_;
   std::vector<int32_t> tokens_;
   std::vector<float> embeddings_;
   std::vector<int32_t> positions_;

@@ -39,12 +39,16 @@ bool rolls_back(const std::string& arch) { return arch == "qwen35" || arch == "q
 void Context::Free::operator()(llama_context* context) const { llama_free(context); }
 
 Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
-    : model_(std::move(model)), options_(options), threadpool_(nullptr, nullptr) {
+    : model_(std::move(model)),
+      options_(options),
+      // MTP blocks have attention only, whatever the trunk is made of.
+      recurrent_((model_->is_recurrent() || model_->is_hybrid()) && !options.mtp),
+      threadpool_(nullptr, nullptr) {
   if (model_->options().vocab_only) throw Unsupported("the model was loaded without its weights");
   if (model_->process() != static_cast<int32_t>(getpid())) {
     throw Unsupported("the model was loaded before a fork; load it in this process");
   }
-  if (const auto reason = model_->refusal(); !reason.empty()) {
+  if (const auto reason = model_->refusal(); !reason.empty() && !drafts()) {
     throw Unsupported(model_->arch() + ": " + reason);
   }
   const auto require = [](bool good, const std::string& message) {
@@ -71,8 +75,7 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
     throw Unsupported("n_ctx=" + std::to_string(options_.n_ctx) + " needs more memory than the " +
                       std::to_string(machine_memory() >> 30) + " GiB of this machine");
   }
-  const bool recurrent = model_->is_recurrent() || model_->is_hybrid();
-  if (recurrent && options.n_rs_seq > 0 && !rolls_back(model_->arch())) {
+  if (recurrent_ && options.n_rs_seq > 0 && !rolls_back(model_->arch())) {
     throw Unsupported("taking tokens back (n_rs_seq) gives wrong states on " + model_->arch() +
                       "; save and restore sequences instead");
   }
@@ -85,7 +88,7 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
                       " in a context, or aborts; use contexts of n_seq_max=1");
   }
   // Recurrent layers are computed in equal shares of a ubatch; some graphs abort when they do not come out.
-  if (recurrent) {
+  if (recurrent_) {
     options_.n_ubatch = std::max(options.n_seq_max, options.n_ubatch - options.n_ubatch % options.n_seq_max);
   }
 
@@ -104,6 +107,8 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
   params.kv_unified = options.kv_unified;
   params.swa_full = options.swa_full;
   params.no_perf = true;
+  params.ctx_type = options.mtp ? LLAMA_CONTEXT_TYPE_MTP : LLAMA_CONTEXT_TYPE_DEFAULT;
+  params.ctx_other = drafts() ? options.target->context_.get() : nullptr;
   params.cb_eval_user_data = this;
   params.abort_callback = [](void* self) { return static_cast<Context*>(self)->interrupted(); };
   params.abort_callback_data = this;
@@ -119,9 +124,10 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
                       (log.text().empty() ? std::string("it gave no reason") : log.text()));
   }
   llama_attach_threadpool(context_.get(), threadpool_.get(), nullptr);
+  if (drafts()) internals::give_next_states(context_.get(), options.causal);
 }
 
-Use Context::in_use() const {
+Use Context::hold() const {
   if (broken_) {
     throw EngineFailed("an earlier call failed inside of the engine; close this context and make another");
   }
@@ -146,7 +152,7 @@ bool Context::has_memory() const {
 }
 
 Graph Context::reserve_graph(uint32_t n_tokens, uint32_t n_outputs) {
-  const Use use = in_use();
+  const Use use = hold();
   const auto* result = guarded("the engine cannot build a graph",
                                [&] { return internals::reserve_graph(context_.get(), n_tokens, n_outputs); });
   if (result == nullptr) {

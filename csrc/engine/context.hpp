@@ -17,10 +17,13 @@
 #include "engine/worker.hpp"
 
 struct ggml_tensor;
+struct llama_batch;
 struct llama_context;
 struct llama_memory_i;
 
 namespace llamatap {
+
+class Context;
 
 struct ContextOptions {
   uint32_t n_ctx = 0;  // 0: as the model was trained
@@ -35,6 +38,10 @@ struct ContextOptions {
   int32_t flash_attention = -1;  // -1: the engine decides; 0: off; 1: on
   bool kv_unified = true;
   bool swa_full = true;
+  /// What the context's model drafts for. It may use the target's token embeddings, output head or memory.
+  std::shared_ptr<Context> target;
+  bool mtp = false;    // computes the MTP blocks of the model in the place of its trunk
+  bool causal = true;  // of a context that drafts: whether a block of tokens sees only those before
 };
 
 /// One engine call of a decode: which entries of the batch it computes, in the order in which it does.
@@ -81,6 +88,10 @@ class Context {
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
+  /// Held by every call, and by who reads results where they lie. Throws Busy, and EngineFailed when the
+  /// engine failed half-way before.
+  Use hold() const;
+
   const std::shared_ptr<Model>& model() const { return model_; }
   const ContextOptions& options() const { return options_; }
   uint32_t n_ctx() const;
@@ -113,6 +124,21 @@ class Context {
   /// when it was no output.
   void copy_logits(int32_t row, float* target) const;
 
+  /// The same where they lie, until the next call for this context.
+  const float* output_logits(int32_t row) const;
+
+  // Of contexts that draft.
+  bool drafts() const { return options_.target != nullptr; }
+  /// Width of the states in pairs, and of those that come out.
+  int32_t state_width() const;
+  /// The state that the block gives for an output of the last batch: state_width() values, until the next
+  /// call.
+  const float* next_state(int32_t row) const;
+  /// Fuses features of the target, [n, n_features], into states, [n, state_width()].
+  void encode(const float* features, int32_t n, float* states);
+  /// Of several MTP blocks, the one that the next decodes compute.
+  void select_head(int32_t head);
+
   /// How many nodes the last decode came by: an early end shows in it.
   int64_t nodes_seen() const { return nodes_seen_; }
 
@@ -139,13 +165,18 @@ class Context {
     int32_t index;  // of the entry in the last engine call, or of the row in kept_logits_
   };
 
-  /// Held by every call. Throws EngineFailed when the engine failed half-way before.
-  Use in_use() const;
   void compute(const Batch& batch, DecodeObserver* observer, bool memory_is_scratch, const Poll& poll);
   void validate(const Batch& batch) const;
+  void check_drafting(const Batch& batch) const;
   std::vector<Piece> plan(const Batch& batch, const DecodeObserver* observer, bool memory_is_scratch) const;
   void run(const Batch& batch, std::vector<Piece>& pieces, DecodeObserver* observer);
   void run_piece(const Batch& batch, Piece& piece, bool one_sequence, DecodeObserver* observer);
+  /// llama_encode or llama_decode; `nodes`: the callback is on. Returns the engine's status.
+  int32_t call_engine(const llama_batch& batch, bool encode, bool nodes);
+  const LogitRow& output_row(int32_t row) const;
+  /// Whether the engine computes all rows of a batch to the end, whatever is an output. It reads the first
+  /// ones then.
+  bool computes_all_rows() const;
   std::string full_message(const Batch& batch) const;
   void keep_logits();
   void roll_back(const std::vector<int32_t>& sequences, const std::vector<int32_t>& last);
@@ -166,6 +197,7 @@ class Context {
 
   std::shared_ptr<Model> model_;
   ContextOptions options_;
+  bool recurrent_;  // its memory is, in part or whole, the state of recurrent layers
   Threadpool threadpool_;
   std::unique_ptr<llama_context, Free> context_;
   mutable std::mutex mutex_;
@@ -180,7 +212,8 @@ class Context {
   std::vector<int32_t> rewindable_;
   std::vector<LogitRow> logit_rows_;  // by entry of the last batch; index -1: no output
   std::vector<float> kept_logits_;
-  bool has_logits_ = true;  // of the last decode
+  std::vector<float> kept_states_;  // beside kept_logits_
+  bool has_logits_ = true;          // of the last decode
   int64_t nodes_seen_ = 0;
 };
 

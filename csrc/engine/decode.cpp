@@ -37,9 +37,8 @@ struct EngineBatch {
     for (const int32_t row : piece.rows) {
       if (batch.has_embeddings()) {
         embeddings.insert(embeddings.end(), batch.embedding(row), batch.embedding(row) + batch.n_embd());
-      } else {
-        tokens.push_back(batch.tokens()[row]);
       }
+      if (batch.has_tokens()) tokens.push_back(batch.tokens()[row]);
       positions.push_back(batch.positions()[row]);
       const auto& of_row = batch.sequences()[row];
       n_sequences.push_back(static_cast<int32_t>(of_row.size()));
@@ -47,7 +46,7 @@ struct EngineBatch {
       sequences.push_back(const_cast<llama_seq_id*>(of_row.data()));
       flags.push_back(flagged[row] ? 1 : 0);
     }
-    if (batch.has_embeddings() && n_positions > 1) {
+    if (!batch.has_tokens() && n_positions > 1) {
       // M-RoPE takes sections of positions; text has the same in the first three and 0 in the last.
       const auto text = positions;
       for (int32_t section = 1; section < n_positions; ++section) {
@@ -59,7 +58,7 @@ struct EngineBatch {
       }
     }
     view.n_tokens = static_cast<int32_t>(count);
-    view.token = batch.has_embeddings() ? nullptr : tokens.data();
+    view.token = batch.has_tokens() ? tokens.data() : nullptr;
     view.embd = batch.has_embeddings() ? embeddings.data() : nullptr;
     view.pos = positions.data();
     view.n_seq_id = n_sequences.data();
@@ -77,12 +76,12 @@ std::vector<int32_t> sequences_of(const Batch& batch) {
 }  // namespace
 
 void Context::decode(const Batch& batch, DecodeObserver* observer, const Poll& poll) {
-  const Use use = in_use();
+  const Use use = hold();
   compute(batch, observer, /*memory_is_scratch=*/false, poll);
 }
 
 void Context::decode_scratch(const Batch& batch, DecodeObserver& observer, const Poll& poll) {
-  const Use use = in_use();
+  const Use use = hold();
   for (int32_t seq = 0; has_memory() && seq < static_cast<int32_t>(options_.n_seq_max); ++seq) {
     if (llama_memory_seq_pos_max(llama_get_memory(context_.get()), seq) >= 0) {
       throw InvalidInput(
@@ -109,6 +108,7 @@ void Context::compute(const Batch& batch, DecodeObserver* observer, bool memory_
   auto pieces = plan(batch, observer, memory_is_scratch);
   logit_rows_.assign(static_cast<size_t>(batch.size()), LogitRow{false, -1});
   kept_logits_.clear();
+  kept_states_.clear();
   if (poll && batch.size() >= kWatchedRows) {
     run_polling(
         [&](std::atomic<bool>& stop) {
@@ -190,24 +190,8 @@ void Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, Dec
   observer_error_ = nullptr;
   stopped_ = false;
   const LogScope log;
-  int32_t status = 0;
-  try {
-    const auto compute = [&] {
-      return model_->is_encoder() ? llama_encode(context_.get(), engine_batch.view)
-                                  : llama_decode(context_.get(), engine_batch.view);
-    };
-    // The first node that is seen ends the guard: without one, threads may be at work when it is needed.
-    status = nodes ? guarded("decode", compute) : compute();
-  } catch (...) {
-    broken_ = true;
-    throw;
-  }
-  // Also brings back errors of asynchronous back ends before anyone reads.
-  llama_synchronize(context_.get());
+  const int32_t status = call_engine(engine_batch.view, model_->is_encoder(), nodes);
   observer_ = nullptr;
-  // Other graphs (moving positions in the cache) are not for the callback to see, nor to stop.
-  internals::set_callback(context_.get(), nullptr);
-
   if (observer_error_) std::rethrow_exception(std::exchange(observer_error_, nullptr));
   if (interrupted() || status == 2) throw Interrupted();
   if (status == 1) throw ContextFull(full_message(batch));
@@ -224,6 +208,25 @@ void Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, Dec
     const int32_t row = given[index];
     if (batch.outputs()[row]) logit_rows_[row] = {true, static_cast<int32_t>(index)};
   }
+}
+
+int32_t Context::call_engine(const llama_batch& batch, bool encode, bool nodes) {
+  int32_t status = 0;
+  try {
+    const auto compute = [&] {
+      return encode ? llama_encode(context_.get(), batch) : llama_decode(context_.get(), batch);
+    };
+    // The first node that is seen ends the guard: without one, threads may be at work when it is needed.
+    status = nodes ? guarded("decode", compute) : compute();
+  } catch (...) {
+    broken_ = true;
+    throw;
+  }
+  // Also brings back errors of asynchronous back ends before anyone reads.
+  llama_synchronize(context_.get());
+  // Other graphs (moving positions in the cache) are not for the callback to see, nor to stop.
+  internals::set_callback(context_.get(), nullptr);
+  return status;
 }
 
 std::string Context::full_message(const Batch& batch) const {
@@ -263,13 +266,22 @@ void Context::keep_logits() {
   for (auto& row : logit_rows_) {
     if (!row.in_engine) continue;
     const float* values = llama_get_logits_ith(context_.get(), row.index);
+    if (drafts()) {
+      const float* state = internals::next_state(context_.get(), row.index);
+      kept_states_.insert(kept_states_.end(), state, state + state_width());
+    }
     row = {false, static_cast<int32_t>(kept_logits_.size() / n_vocab)};
     kept_logits_.insert(kept_logits_.end(), values, values + n_vocab);
   }
 }
 
 void Context::copy_logits(int32_t row, float* target) const {
-  const Use use = in_use();
+  const Use use = hold();
+  const float* values = output_logits(row);
+  std::copy(values, values + model_->vocab().size(), target);
+}
+
+const Context::LogitRow& Context::output_row(int32_t row) const {
   const auto n = static_cast<int32_t>(logit_rows_.size());
   if (n == 0) throw InvalidInput("there are no logits: nothing was decoded yet, or the last decode failed");
   if (!has_logits_) throw Unsupported(model_->arch() + " models have no output head, so there are no logits");
@@ -282,11 +294,16 @@ void Context::copy_logits(int32_t row, float* target) const {
     throw InvalidInput("row " + std::to_string(row) +
                        " of the last batch was not an output; add it with output=True");
   }
+  return found;
+}
+
+const float* Context::output_logits(int32_t row) const {
+  const auto& found = output_row(row);
   const auto n_vocab = static_cast<size_t>(model_->vocab().size());
   const float* values = found.in_engine ? llama_get_logits_ith(context_.get(), found.index)
                                         : kept_logits_.data() + static_cast<size_t>(found.index) * n_vocab;
   if (values == nullptr) throw EngineFailed("the engine has no logits for row " + std::to_string(row));
-  std::copy(values, values + n_vocab, target);
+  return values;
 }
 
 void Context::roll_back(const std::vector<int32_t>& sequences, const std::vector<int32_t>& last) {
@@ -295,8 +312,7 @@ void Context::roll_back(const std::vector<int32_t>& sequences, const std::vector
   for (size_t i = 0; i < sequences.size(); ++i) {
     if (llama_memory_seq_pos_max(memory, sequences[i]) == last[i]) continue;
     const int32_t end = last[i] + 1;
-    const bool recurrent = model_->is_recurrent() || model_->is_hybrid();
-    if (end == 0 || recurrent || !can_remove_suffix(sequences[i], end) ||
+    if (end == 0 || recurrent_ || !can_remove_suffix(sequences[i], end) ||
         !llama_memory_seq_rm(memory, sequences[i], end, -1)) {
       drop(sequences[i]);
     } else {

@@ -141,6 +141,50 @@ void set_callback(llama_context* context, bool (*callback)(ggml_tensor*, bool, v
 
 const llm_graph_result* computed_graph(llama_context* context) { return computed_result(*context); }
 
+DraftTraits draft_traits(const llama_model* model) {
+  DraftTraits traits;
+  const auto rows = [](const ggml_tensor* matrix) {
+    return matrix == nullptr ? 0 : static_cast<int32_t>(matrix->ne[1]);
+  };
+  const auto* layers = llama_model_target_layer_ids(model);
+  traits.target_layers.assign(layers, layers + llama_model_target_layer_ids_n(model));
+  traits.n_features = static_cast<int32_t>(model->hparams.n_embd_inp_enc());
+  traits.n_embd_out = static_cast<int32_t>(model->hparams.n_embd_out());
+  // The engine puts another layer of one architecture in the same place.
+  traits.n_mtp = model->hparams.router_layer >= 0 ? 0 : static_cast<int32_t>(model->hparams.n_layer_nextn);
+  traits.n_embedding = model->tok_embd == nullptr ? 0 : static_cast<int32_t>(model->tok_embd->ne[0]);
+  traits.n_embedding_rows = rows(model->tok_embd);
+  traits.n_head_rows = rows(model->output);
+  traits.has_selector = llama_model_dflash_selector_top_k(model) > 0;
+  if (model->d2t != nullptr) {
+    if (model->d2t->type != GGML_TYPE_I64) {
+      throw Unsupported(std::string("d2t must be of type i64, not ") + ggml_type_name(model->d2t->type));
+    }
+    traits.d2t.resize(static_cast<size_t>(model->d2t->ne[0]));
+    ggml_backend_tensor_get(model->d2t, traits.d2t.data(), 0, traits.d2t.size() * sizeof(int64_t));
+  }
+  return traits;
+}
+
+int32_t feature_width(const llama_model* model) {
+  return static_cast<int32_t>(model->hparams.n_embd_inp_enc());
+}
+
+int32_t draft_width(const llama_model* model) { return static_cast<int32_t>(model->hparams.n_embd_out()); }
+
+void give_next_states(llama_context* context, bool causal) {
+  context->set_embeddings_nextn(true, /*masked=*/true);
+  if (!causal) context->set_causal_attn(false);
+}
+
+const float* next_state(llama_context* context, int32_t index) {
+  return context->get_embeddings_nextn_ith(index);
+}
+
+const float* encoded_states(llama_context* context) { return context->get_embeddings_nextn(); }
+
+void select_mtp_block(llama_context* context, int32_t index) { context->set_nextn_layer_offset(index); }
+
 }  // namespace llamatap::internals
 
 namespace llamatap {

@@ -56,6 +56,35 @@ const float* hooked_rows(llama_context* context, int32_t layer);
 /// Sets the graph callback of a context that was made with one; null: none, and no stops between nodes.
 void set_callback(llama_context* context, bool (*callback)(ggml_tensor*, bool, void*));
 
+/// What a file that drafts says of itself and of what it drafts for.
+struct DraftTraits {
+  std::vector<int32_t> target_layers;  // H_k, of eagle3 and dflash
+  int32_t n_features = 0;              // width of what is encoded
+  int32_t n_mtp = 0;                   // MTP blocks
+  int32_t n_embd_out = 0;              // width of the states of MTP blocks
+  int32_t n_embedding = 0;             // width and rows of its token embedding; 0: it uses the target's
+  int32_t n_embedding_rows = 0;
+  int32_t n_head_rows = 0;    // rows of its output head; 0: it uses the target's
+  bool has_selector = false;  // DFlash2
+  std::vector<int64_t> d2t;   // the target's token of each row of its head; empty: the same
+};
+
+DraftTraits draft_traits(const llama_model* model);
+int32_t feature_width(const llama_model* model);
+int32_t draft_width(const llama_model* model);
+
+/// Lets a context that drafts keep the states of its outputs, and see both ways within a block.
+void give_next_states(llama_context* context, bool causal);
+
+/// The state of an entry of the last batch that was an output.
+const float* next_state(llama_context* context, int32_t index);
+
+/// The states that the last llama_encode gave, [n_tokens, n_embd].
+const float* encoded_states(llama_context* context);
+
+/// The MTP block that the next decodes compute.
+void select_mtp_block(llama_context* context, int32_t index);
+
 /// The graph that the context is computing; to be called from the graph callback.
 const llm_graph_result* computed_graph(llama_context* context);
 

@@ -38,7 +38,7 @@ void Context::check_sequence(int32_t seq) const {
 /// Whether [p0, end) can be taken from a sequence: sliding-window layers must still hold the window before
 /// p0.
 bool Context::can_remove_suffix(int32_t seq, int32_t p0) const {
-  const int32_t window = llama_model_n_swa(model_->handle());
+  const int32_t window = model_->n_swa();
   if (window == 0 || options_.swa_full || p0 <= 0) return true;
   return llama_memory_seq_pos_min(llama_get_memory(context_.get()), seq) <= std::max(0, p0 - window);
 }
@@ -58,7 +58,7 @@ void Context::drop(int32_t seq) {
 }
 
 void Context::memory_clear() {
-  const Use use = in_use();
+  const Use use = hold();
   if (has_memory()) clear_memory(/*data=*/true);
 }
 
@@ -70,7 +70,7 @@ void Context::clear_memory(bool data) {
 }
 
 void Context::memory_remove(int32_t seq, int32_t p0, int32_t p1) {
-  const Use use = in_use();
+  const Use use = hold();
   check_sequence(seq);
   check_range(p0, p1);
   auto* memory = engine_memory();
@@ -86,10 +86,9 @@ void Context::memory_remove(int32_t seq, int32_t p0, int32_t p1) {
                       " no longer hold what comes before position " + std::to_string(p0) +
                       "; remove the whole sequence, or make the context with swa_full=True");
   }
-  const bool recurrent = model_->is_recurrent() || model_->is_hybrid();
   // The engine keeps a state for each of the last n_rs_seq+1 tokens of one ubatch, for one way back.
   const bool rewinds = range.end > held.last() && held.last() + 1 - range.begin <= rewindable_[seq];
-  if (recurrent && !rewinds) {
+  if (recurrent_ && !rewinds) {
     throw Unsupported("the memory of " + model_->arch() +
                       " cannot give up this part of a sequence; remove the whole of it" +
                       (options_.n_rs_seq > 0
@@ -108,7 +107,7 @@ void Context::memory_remove(int32_t seq, int32_t p0, int32_t p1) {
 }
 
 void Context::memory_copy(int32_t from, int32_t to, int32_t p0, int32_t p1) {
-  const Use use = in_use();
+  const Use use = hold();
   check_sequence(from);
   check_sequence(to);
   check_range(p0, p1);
@@ -117,7 +116,7 @@ void Context::memory_copy(int32_t from, int32_t to, int32_t p0, int32_t p1) {
   if (from == to || range.begin == range.end) return;
   const auto part = held_[from].within(range);
   const bool whole = part.count() == held_[from].count();
-  if (!whole && (!options_.kv_unified || model_->is_recurrent() || model_->is_hybrid())) {
+  if (!whole && (!options_.kv_unified || recurrent_)) {
     throw Unsupported(
         "only a whole sequence can be copied in this context; a part needs kv_unified=True and a model "
         "without recurrent state");
@@ -135,7 +134,7 @@ void Context::memory_copy(int32_t from, int32_t to, int32_t p0, int32_t p1) {
 }
 
 void Context::memory_keep(int32_t seq) {
-  const Use use = in_use();
+  const Use use = hold();
   check_sequence(seq);
   engine_memory();
   // The engine's own seq_keep leaves the streams of a cache that is not unified alone.
@@ -145,7 +144,7 @@ void Context::memory_keep(int32_t seq) {
 }
 
 void Context::memory_shift(int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
-  const Use use = in_use();
+  const Use use = hold();
   check_sequence(seq);
   check_range(p0, p1);
   auto* memory = engine_memory();
@@ -178,19 +177,19 @@ void Context::memory_shift(int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
 }
 
 int32_t Context::memory_first(int32_t seq) const {
-  const Use use = in_use();
+  const Use use = hold();
   check_sequence(seq);
   return llama_memory_seq_pos_min(engine_memory(), seq);
 }
 
 int32_t Context::memory_last(int32_t seq) const {
-  const Use use = in_use();
+  const Use use = hold();
   check_sequence(seq);
   return llama_memory_seq_pos_max(engine_memory(), seq);
 }
 
 std::string Context::save(int32_t seq) const {
-  const Use use = in_use();
+  const Use use = hold();
   check_sequence(seq);
   engine_memory();
   std::string state(llama_state_seq_get_size(context_.get(), seq), '\0');
@@ -205,7 +204,7 @@ void Context::restore(int32_t seq, const std::string& state) {
   // The engine drops a sequence that it fails to restore; ours comes back.
   const bool held = memory_last(seq) >= 0;
   const std::string before = held ? save(seq) : std::string();
-  const Use use = in_use();
+  const Use use = hold();
   auto* memory = engine_memory();
   std::string reason;
   const auto load = [&](const std::string& bytes) {
@@ -226,8 +225,7 @@ void Context::restore(int32_t seq, const std::string& state) {
   const auto found = [&] {
     held_[seq] = {};
     // Recurrent layers hold what all tokens came to; the engine calls that the last position.
-    const bool recurrent = model_->is_recurrent() || model_->is_hybrid();
-    const int32_t first = recurrent ? 0 : llama_memory_seq_pos_min(memory, seq);
+    const int32_t first = recurrent_ ? 0 : llama_memory_seq_pos_min(memory, seq);
     held_[seq].add({first, int64_t{llama_memory_seq_pos_max(memory, seq)} + 1});
     rewindable_[seq] = 0;
   };

@@ -134,6 +134,7 @@ uint64_t Model::n_params() const { return llama_model_n_params(model_.get()); }
 uint64_t Model::size_bytes() const { return llama_model_size(model_.get()); }
 bool Model::has_encoder() const { return llama_model_has_encoder(model_.get()); }
 bool Model::has_decoder() const { return llama_model_has_decoder(model_.get()); }
+int32_t Model::n_swa() const { return llama_model_n_swa(model_.get()); }
 bool Model::is_recurrent() const { return llama_model_is_recurrent(model_.get()); }
 bool Model::is_hybrid() const { return llama_model_is_hybrid(model_.get()); }
 

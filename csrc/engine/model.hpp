@@ -54,6 +54,8 @@ class Model {
   bool has_experts() const { return has_experts_; }
   /// Whether layers are on other devices than the CPU.
   bool on_gpu() const { return on_gpu_; }
+  /// Width of the sliding window; 0 without one.
+  int32_t n_swa() const;
   bool is_recurrent() const;
   bool is_hybrid() const;
   /// Whether the engine computes several sequences of a context rightly: its plamo2 mixes them up, or aborts,

@@ -15,18 +15,23 @@ namespace llamatap {
 void Context::validate(const Batch& batch) const {
   const int32_t n = batch.size();
   if (n == 0) throw InvalidInput("the batch is empty");
-  if (batch.has_embeddings() && !model_->takes_embeddings()) {
-    throw Unsupported("the engine computes " + model_->arch() + " of tokens only, not of embeddings");
-  }
-  if (batch.has_embeddings() && batch.n_embd() != model_->n_embd_input()) {
-    throw InvalidInput("embeddings must be " + std::to_string(model_->n_embd_input()) + " wide, not " +
-                       std::to_string(batch.n_embd()));
+  if (drafts()) {
+    check_drafting(batch);
+  } else if (batch.has_embeddings()) {
+    if (batch.has_tokens()) throw InvalidInput("only a context that drafts takes states beside tokens");
+    if (!model_->takes_embeddings()) {
+      throw Unsupported("the engine computes " + model_->arch() + " of tokens only, not of embeddings");
+    }
+    if (batch.n_embd() != model_->n_embd_input()) {
+      throw InvalidInput("embeddings must be " + std::to_string(model_->n_embd_input()) + " wide, not " +
+                         std::to_string(batch.n_embd()));
+    }
   }
   std::vector<std::vector<int32_t>> positions(options_.n_seq_max);
   std::set<int32_t> used;
   for (int32_t row = 0; row < n; ++row) {
     const auto where = "entry " + std::to_string(row) + ": ";
-    if (!batch.has_embeddings()) {
+    if (batch.has_tokens()) {
       const int32_t token = batch.tokens()[row];
       if (token < 0 || token >= model_->vocab().size()) {
         throw InvalidInput(where + "token id " + std::to_string(token) + " is outside of the vocabulary of " +
@@ -158,7 +163,7 @@ std::vector<Piece> Context::plan(const Batch& batch, const DecodeObserver* obser
     Piece piece;
     piece.may_stop = may_stop;
     for (const int32_t row : rows) {
-      const bool flagged = batch.outputs()[row] || needed(row);
+      const bool flagged = batch.outputs()[row] || needed(row) || (any_output && computes_all_rows());
       if (piece.rows.size() == longest || (flagged && piece.output_rows.size() == outputs_max)) {
         pieces.push_back(std::move(piece));
         piece = Piece{};

@@ -25,6 +25,7 @@ void Sampler::Free::operator()(llama_sampler* sampler) const { llama_sampler_fre
 Sampler::Sampler(std::shared_ptr<Model> model, const SamplerOptions& options)
     : model_(std::move(model)),
       options_(options),
+      random_(options.seed),
       chain_(llama_sampler_chain_init(llama_sampler_chain_default_params())) {
   require(std::isfinite(options.temperature) && options.temperature >= 0,
           "temperature must be finite and not negative");
@@ -56,12 +57,12 @@ Sampler::Sampler(std::shared_ptr<Model> model, const SamplerOptions& options)
   add(llama_sampler_init_dist(options.seed));
 }
 
-int32_t Sampler::sample(const float* logits, int32_t n_vocab) {
+std::vector<llama_token_data> Sampler::candidates(const float* logits, int32_t n_vocab) const {
   if (n_vocab != model_->vocab().size()) {
     throw InvalidInput("expected " + std::to_string(model_->vocab().size()) + " logits, found " +
                        std::to_string(n_vocab));
   }
-  std::vector<llama_token_data> candidates(static_cast<size_t>(n_vocab));
+  std::vector<llama_token_data> result(static_cast<size_t>(n_vocab));
   float largest = -1;  // of the absolute values; -infinity rules a token out
   for (int32_t token = 0; token < n_vocab; ++token) {
     const float logit = logits[token];
@@ -69,14 +70,19 @@ int32_t Sampler::sample(const float* logits, int32_t n_vocab) {
       throw InvalidInput("the logits hold NaN or infinity (token " + std::to_string(token) + ")");
     }
     if (std::isfinite(logit)) largest = std::max(largest, std::abs(logit));
-    candidates[token] = {token, logit, 0.0F};
+    result[token] = {token, logit, 0.0F};
   }
   if (largest < 0) throw InvalidInput("the logits leave no token possible: all are -infinity");
   if (options_.temperature > 0 && !std::isfinite(largest / options_.temperature)) {
     throw InvalidInput("logits up to " + std::to_string(largest) +
                        " overflow when divided by the temperature; 0 takes the most likely token");
   }
-  llama_token_data_array array{candidates.data(), candidates.size(), -1, false};
+  return result;
+}
+
+int32_t Sampler::sample(const float* logits, int32_t n_vocab) {
+  auto all = candidates(logits, n_vocab);
+  llama_token_data_array array{all.data(), all.size(), -1, false};
   llama_sampler_apply(chain_.get(), &array);
   if (array.selected < 0 || array.selected >= static_cast<int64_t>(array.size)) {
     throw EngineFailed("the sampler chain chose no token");
@@ -86,11 +92,39 @@ int32_t Sampler::sample(const float* logits, int32_t n_vocab) {
   return token;
 }
 
+void Sampler::distribution(const float* logits, int32_t n_vocab, float* probs) const {
+  auto all = candidates(logits, n_vocab);
+  llama_token_data_array array{all.data(), all.size(), -1, false};
+  // All of the chain but the choice at its end.
+  const int32_t n = llama_sampler_chain_n(chain_.get()) - 1;
+  for (int32_t i = 0; i < n; ++i) llama_sampler_apply(llama_sampler_chain_get(chain_.get(), i), &array);
+  std::fill(probs, probs + n_vocab, 0.0F);
+  const llama_token_data* const begin = array.data;
+  const llama_token_data* const end = begin + array.size;
+  const auto* best = std::max_element(begin, end, [](const auto& a, const auto& b) {
+    return a.logit < b.logit || (a.logit == b.logit && a.id > b.id);
+  });
+  if (options_.temperature == 0) {
+    probs[best->id] = 1;
+    return;
+  }
+  double sum = 0;
+  for (const auto* one = begin; one != end; ++one) sum += std::exp(double{one->logit} - double{best->logit});
+  for (const auto* one = begin; one != end; ++one) {
+    probs[one->id] = static_cast<float>(std::exp(double{one->logit} - double{best->logit}) / sum);
+  }
+}
+
+double Sampler::uniform() { return std::uniform_real_distribution<double>()(random_); }
+
 void Sampler::accept(int32_t token) {
   model_->vocab().check(token);
   llama_sampler_accept(chain_.get(), token);
 }
 
-void Sampler::reset() { llama_sampler_reset(chain_.get()); }
+void Sampler::reset() {
+  llama_sampler_reset(chain_.get());
+  random_.seed(options_.seed);
+}
 
 }  // namespace llamatap

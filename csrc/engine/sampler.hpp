@@ -2,11 +2,13 @@
 
 #include <cstdint>
 #include <memory>
+#include <random>
 #include <vector>
 
 #include "engine/model.hpp"
 
 struct llama_sampler;
+struct llama_token_data;
 
 namespace llamatap {
 
@@ -31,6 +33,11 @@ class Sampler {
   const SamplerOptions& options() const { return options_; }
   /// Draws a token from `n_vocab` logits and takes note of it.
   int32_t sample(const float* logits, int32_t n_vocab);
+  /// The probabilities that `sample` would draw from: 0 for what the chain rules out. With temperature 0, 1
+  /// for the most likely token.
+  void distribution(const float* logits, int32_t n_vocab, float* probs) const;
+  /// The next of the random numbers in [0, 1) for who draws from `distribution`.
+  double uniform();
   /// Takes note of a token that was not drawn here.
   void accept(int32_t token);
   /// Back to the start: no tokens noted, random numbers from the seed.
@@ -41,8 +48,11 @@ class Sampler {
     void operator()(llama_sampler* sampler) const;
   };
 
+  std::vector<llama_token_data> candidates(const float* logits, int32_t n_vocab) const;
+
   std::shared_ptr<Model> model_;
   SamplerOptions options_;
+  std::mt19937 random_;
   std::unique_ptr<llama_sampler, Free> chain_;
 };
 

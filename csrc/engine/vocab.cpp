@@ -34,8 +34,10 @@ void Vocab::check(int32_t token) const {
   }
 }
 
+bool Vocab::has_tokenizer() const { return llama_vocab_type(vocab_) != LLAMA_VOCAB_TYPE_NONE; }
+
 void Vocab::require_tokenizer() const {
-  if (llama_vocab_type(vocab_) == LLAMA_VOCAB_TYPE_NONE) {
+  if (!has_tokenizer()) {
     throw Unsupported("this file has no tokenizer; give token ids instead of text");
   }
 }

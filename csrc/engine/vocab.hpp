@@ -15,6 +15,8 @@ class Vocab {
   explicit Vocab(const llama_vocab* vocab) : vocab_(vocab) {}
 
   int32_t size() const;
+  /// Whether the file has one at all: without, there are token ids only.
+  bool has_tokenizer() const;
   /// Throws Unsupported for a file without a tokenizer.
   std::vector<int32_t> tokenize(const std::string& text, bool add_special, bool parse_special) const;
   /// The bytes of `tokens`, not necessarily valid UTF-8.

@@ -4,6 +4,18 @@ from __future__ import annotations
 
 from llamatap._native import _core, build_config
 from llamatap.context import Batch, Context, Memory, Tap
+from llamatap.draft_length import DraftLength
+from llamatap.drafters import (
+    CallableDrafter,
+    Draft,
+    Drafter,
+    DrafterChain,
+    DraftRequest,
+    Eagle3Drafter,
+    ModelDrafter,
+    MtpDrafter,
+    NGramDrafter,
+)
 from llamatap.errors import (
     BusyError,
     ClosedError,
@@ -16,10 +28,13 @@ from llamatap.errors import (
     UnsupportedError,
 )
 from llamatap.extract import Extractor, extract
+from llamatap.generate import generate
+from llamatap.generation import Event, Generation, Stats, TokenLogprobs
 from llamatap.layers import LayerId
 from llamatap.model import Model
 from llamatap.probe import LayerProbe, Probe, probe
 from llamatap.sampler import Sampler
+from llamatap.speculative import DraftOutput, SpeculativeContext
 from llamatap.states import States
 
 __version__: str = _core.build_info()["version"]
@@ -27,26 +42,43 @@ __version__: str = _core.build_info()["version"]
 __all__ = [
     "Batch",
     "BusyError",
+    "CallableDrafter",
     "ClosedError",
     "Context",
     "ContextFullError",
+    "Draft",
+    "DraftLength",
+    "DraftOutput",
+    "DraftRequest",
+    "Drafter",
+    "DrafterChain",
+    "Eagle3Drafter",
     "EngineError",
     "Error",
+    "Event",
     "Extractor",
+    "Generation",
     "InvalidInputError",
     "LayerId",
     "LayerProbe",
     "Memory",
     "Model",
+    "ModelDrafter",
     "ModelLoadError",
     "ModelNotFoundError",
+    "MtpDrafter",
+    "NGramDrafter",
     "Probe",
     "Sampler",
+    "SpeculativeContext",
     "States",
+    "Stats",
     "Tap",
+    "TokenLogprobs",
     "UnsupportedError",
     "__version__",
     "build_config",
     "extract",
+    "generate",
     "probe",
 ]

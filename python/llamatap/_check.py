@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from llamatap.errors import InvalidInputError
 
-__all__ = ["NotCopied", "flag", "instance", "integer", "separate"]
+__all__ = ["NotCopied", "flag", "instance", "integer", "number", "separate"]
 
 
 def integer(name: str, value: object, low: int = -(2**31), high: int = 2**31 - 1) -> int:
@@ -27,6 +27,16 @@ def integer(name: str, value: object, low: int = -(2**31), high: int = 2**31 - 1
         top = "2**31-1" if high == 2**31 - 1 else str(high)
         raise InvalidInputError(f"{name} must be in {low}..{top}, not {found}")
     return found
+
+
+def number(name: str, value: object) -> float:
+    """`value` as a float."""
+    try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidInputError(f"{name} must be a number, not {value!r}") from None
 
 
 def flag(name: str, value: object) -> bool:

@@ -11,9 +11,13 @@ import typing
 __all__: list[str] = [
     "Batch",
     "Context",
+    "Drafter",
     "LayerMap",
     "Model",
+    "NGramDrafter",
     "Sampler",
+    "SpeculativeContext",
+    "TokenDrafter",
     "allocate",
     "build_info",
     "cpu_features",
@@ -22,6 +26,7 @@ __all__: list[str] = [
     "load_backends",
     "read_metadata",
     "shut_down",
+    "verify",
 ]
 
 class Model:
@@ -97,6 +102,11 @@ class Model:
     def n_layer(self) -> int: ...
     @property
     def n_params(self) -> int: ...
+    @property
+    def n_swa(self) -> int:
+        """
+        Width of its sliding window; 0 without one.
+        """
     @property
     def n_vocab(self) -> int: ...
     @property
@@ -309,6 +319,8 @@ class Context:
     def n_ubatch(self) -> int: ...
     @property
     def nodes_seen(self) -> int: ...
+    @property
+    def position_limit(self) -> int: ...
 
 class Sampler:
     """
@@ -333,6 +345,124 @@ class Sampler:
     def reset(self) -> None: ...
     def sample(self, context: Context, row: typing.SupportsInt | typing.SupportsIndex) -> int: ...
     def sample_logits(self, logits: numpy.typing.NDArray[numpy.float32]) -> int: ...
+
+class SpeculativeContext:
+    """
+    One context of a draft model for all sequences of a target's.
+    """
+    def __init__(
+        self,
+        target: Context,
+        draft: Model,
+        *,
+        plain: bool,
+        n_ctx: typing.SupportsInt | typing.SupportsIndex,
+        n_batch: typing.SupportsInt | typing.SupportsIndex,
+        n_ubatch: typing.SupportsInt | typing.SupportsIndex,
+        n_seq_max: typing.SupportsInt | typing.SupportsIndex,
+        n_threads: typing.SupportsInt | typing.SupportsIndex,
+        type_k: str,
+        type_v: str,
+        flash_attention: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
+    def __reduce__(self) -> typing.Any: ...
+    def decode(
+        self,
+        tokens: numpy.typing.NDArray[numpy.int32],
+        states: numpy.typing.NDArray[numpy.float32] | None,
+        positions: numpy.typing.NDArray[numpy.int32],
+        seqs: numpy.typing.NDArray[numpy.int32],
+        outputs: collections.abc.Sequence[bool],
+        top_k: typing.SupportsInt | typing.SupportsIndex,
+        with_logits: bool,
+    ) -> tuple[
+        numpy.typing.NDArray[numpy.int32],
+        numpy.typing.NDArray[numpy.float32],
+        numpy.typing.NDArray[numpy.float32] | None,
+        numpy.typing.NDArray[numpy.float32] | None,
+    ]:
+        """
+        (ids, probabilities, next states or None, logits or None) of the outputs.
+        """
+    def encode(
+        self, features: numpy.typing.NDArray[numpy.float32]
+    ) -> numpy.typing.NDArray[numpy.float32]: ...
+    def select_head(self, head: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def context(self) -> Context: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def n_features(self) -> int: ...
+    @property
+    def n_heads(self) -> int: ...
+    @property
+    def n_state(self) -> int: ...
+    @property
+    def target_slots(self) -> list[int]: ...
+
+class Drafter:
+    """
+    Guesses the next tokens of sequences.
+    """
+    def __reduce__(self) -> typing.Any: ...
+    def accept(
+        self, seq: typing.SupportsInt | typing.SupportsIndex, n: typing.SupportsInt | typing.SupportsIndex
+    ) -> None: ...
+    def draft(
+        self,
+        requests: collections.abc.Sequence[
+            tuple[
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
+            ]
+        ],
+    ) -> list[
+        tuple[
+            numpy.typing.NDArray[numpy.int32],
+            numpy.typing.NDArray[numpy.float32] | None,
+            numpy.typing.NDArray[numpy.float32] | None,
+        ]
+    ]:
+        """
+        Requests are (sequence, last token, its position, n_max); drafts are (tokens, probabilities or None, distributions or None), in the same order.
+        """
+    def process(self, batch: Batch, states: numpy.typing.NDArray[numpy.float32] | None = None) -> None: ...
+    def reset(self, seq: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+
+class TokenDrafter(Drafter):
+    """
+    Drafts token by token with a draft context.
+    """
+    def __init__(
+        self,
+        spec: SpeculativeContext,
+        *,
+        n_max: typing.SupportsInt | typing.SupportsIndex,
+        n_min: typing.SupportsInt | typing.SupportsIndex,
+        p_min: typing.SupportsFloat | typing.SupportsIndex,
+        temperature: typing.SupportsFloat | typing.SupportsIndex,
+        seed: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
+    def __reduce__(self) -> typing.Any: ...
+
+class NGramDrafter(Drafter):
+    """
+    Drafts what followed the same tokens before.
+    """
+    def __init__(
+        self,
+        *,
+        n_longest: typing.SupportsInt | typing.SupportsIndex,
+        n_shortest: typing.SupportsInt | typing.SupportsIndex,
+        n_max: typing.SupportsInt | typing.SupportsIndex,
+        n_min: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
+    def __reduce__(self) -> typing.Any: ...
 
 def allocate(
     shape: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], dtype: str
@@ -376,4 +506,17 @@ def read_metadata(
 def shut_down() -> None:
     """
     Stop all running work and refuse new: for the interpreter's exit.
+    """
+
+def verify(
+    context: Context,
+    sampler: Sampler,
+    first_row: typing.SupportsInt | typing.SupportsIndex,
+    draft: numpy.typing.NDArray[numpy.int32],
+    distributions: numpy.typing.NDArray[numpy.float32] | None,
+    end_of_generation: bool,
+    stops: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+) -> tuple[list[int], int]:
+    """
+    (tokens, how many of the draft were accepted).
     """

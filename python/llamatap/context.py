@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-import json
-import struct
 import warnings
-import zlib
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, Protocol, TypedDict
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from llamatap import _saved
 from llamatap import layers as layer_ids
 from llamatap._check import NotCopied, flag, instance, integer
 from llamatap._native import _core, default_threads, flush_log, usable_cpus
@@ -25,8 +23,6 @@ from llamatap.states import Source, States, dtype_name, typed_view
 __all__ = ["Batch", "Context", "ContextOptions", "Memory", "Tap"]
 
 Batch = _core.Batch
-
-_STATE_MAGIC = b"llamatap-state-1"
 
 
 class ContextOptions(TypedDict, total=False):
@@ -51,13 +47,18 @@ def _cache_type(name: str, value: str) -> str:
     return value
 
 
+class _HoldsContext(Protocol):
+    @property
+    def native(self) -> _core.Context: ...
+
+
 class Memory(NotCopied):
     """What a context remembers of its sequences: the KV cache, or the state of recurrent models.
 
     Ranges of positions are half-open, ``[p0, p1)``; None stands for the start and for the end.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: _HoldsContext) -> None:
         self._context = context
 
     def clear(self) -> None:
@@ -224,6 +225,7 @@ class Context(NotCopied):
         self.kv_unified = flag("kv_unified", kv_unified)
         self.swa_full = flag("swa_full", swa_full)
         self.n_seq_max = integer("n_seq_max", n_seq_max, 1)
+        self.n_rs_seq = integer("n_rs_seq", n_rs_seq, 0)
         threads = default_threads() if n_threads is None else integer("n_threads", n_threads, 1)
         if 512 >= threads > (usable := len(usable_cpus())):
             warnings.warn(
@@ -242,7 +244,7 @@ class Context(NotCopied):
                 n_batch=integer("n_batch", n_batch, 1),
                 n_ubatch=integer("n_ubatch", n_ubatch, 1),
                 n_seq_max=self.n_seq_max,
-                n_rs_seq=integer("n_rs_seq", n_rs_seq, 0),
+                n_rs_seq=self.n_rs_seq,
                 n_outputs_max=integer("n_outputs_max", n_outputs_max, 0),
                 n_threads=threads,
                 type_k=type_k,
@@ -377,6 +379,11 @@ class Context(NotCopied):
             details={"rows": tap.rows},
         )
 
+    @property
+    def tapped(self) -> States | None:
+        """What the open tap captured of the last decode; None when no tap is open or nothing was decoded."""
+        return None if self._tap is None else self._tap._last
+
     def logits(self, row: int = -1) -> NDArray[np.float32]:
         """The logits of an entry of the last batch: float32 ``(n_vocab,)``, a copy.
 
@@ -428,16 +435,7 @@ class Context(NotCopied):
 
     def save(self, seq: int = 0) -> bytes:
         """The memory of a sequence, to be restored into this or a like context, under any id."""
-        state = self.native.save(_sequence(seq))
-        header = json.dumps(self._fingerprint(), sort_keys=True).encode()
-        return b"".join(
-            (
-                _STATE_MAGIC,
-                struct.pack("<IQI", len(header), len(state), zlib.crc32(header + state)),
-                header,
-                state,
-            )
-        )
+        return _saved.pack(self._fingerprint(), self.native.save(_sequence(seq)))
 
     def restore(self, seq: int, data: bytes | bytearray | memoryview) -> None:
         """Bring back what :meth:`save` gave, in place of what the sequence holds.
@@ -446,34 +444,7 @@ class Context(NotCopied):
             engine; the sequence is then as it was.
         """
         native, seq = self.native, _sequence(seq)
-        if not isinstance(data, (bytes, bytearray, memoryview)):
-            raise InvalidInputError(f"a saved state is bytes, not {type(data).__name__}")
-        data = bytes(data)
-        fixed = len(_STATE_MAGIC) + struct.calcsize("<IQI")
-        if len(data) < fixed or not data.startswith(_STATE_MAGIC):
-            raise InvalidInputError("this is no saved state of llamatap")
-        n_header, n_state, checksum = struct.unpack_from("<IQI", data, len(_STATE_MAGIC))
-        if len(data) != fixed + n_header + n_state:
-            raise InvalidInputError(
-                f"the saved state is truncated: expected {fixed + n_header + n_state} bytes, "
-                f"found {len(data)}"
-            )
-        header, state = data[fixed : fixed + n_header], data[fixed + n_header :]
-        if zlib.crc32(data[fixed:]) != checksum:
-            raise InvalidInputError("the saved state is damaged: its checksum does not match")
-        try:
-            found = json.loads(header)
-            if not isinstance(found, dict):
-                raise ValueError
-        except (ValueError, RecursionError):
-            raise InvalidInputError("the saved state is damaged: its header is unreadable") from None
-        expected = self._fingerprint()
-        for key, value in expected.items():
-            if found.get(key) != value:
-                raise InvalidInputError(
-                    f"the saved state is of another context: its {key} is {found.get(key)!r}, "
-                    f"this one's is {value!r}"
-                )
+        state = _saved.unpack(self._fingerprint(), data)
         try:
             native.restore(seq, state)
         finally:

@@ -7,22 +7,13 @@ import secrets
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap._check import NotCopied, instance, integer
+from llamatap._check import NotCopied, instance, integer, number
 from llamatap._native import _core
 from llamatap.context import Context
 from llamatap.errors import InvalidInputError
 from llamatap.model import Model
 
 __all__ = ["Sampler"]
-
-
-def _number(name: str, value: float) -> float:
-    try:
-        if isinstance(value, (str, bytes)):
-            raise TypeError
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise InvalidInputError(f"{name} must be a number, not {value!r}") from None
 
 
 class Sampler(NotCopied):
@@ -59,16 +50,21 @@ class Sampler(NotCopied):
         self.seed = secrets.randbits(31) if seed is None else integer("seed", seed, 0, 2**32 - 2)
         self._native = _core.Sampler(
             model.native,
-            temperature=_number("temperature", temperature),
+            temperature=number("temperature", temperature),
             top_k=integer("top_k", top_k),
-            top_p=_number("top_p", top_p),
-            min_p=_number("min_p", min_p),
-            repeat_penalty=_number("repeat_penalty", repeat_penalty),
-            frequency_penalty=_number("frequency_penalty", frequency_penalty),
-            presence_penalty=_number("presence_penalty", presence_penalty),
+            top_p=number("top_p", top_p),
+            min_p=number("min_p", min_p),
+            repeat_penalty=number("repeat_penalty", repeat_penalty),
+            frequency_penalty=number("frequency_penalty", frequency_penalty),
+            presence_penalty=number("presence_penalty", presence_penalty),
             penalty_last_n=integer("penalty_last_n", penalty_last_n),
             seed=self.seed,
         )
+
+    @property
+    def native(self) -> _core.Sampler:
+        """The core's object. Private to the package."""
+        return self._native
 
     def sample(self, context: Context, row: int = -1) -> int:
         """Draw a token from the logits of an entry of the last batch, and take note of it.

@@ -1,0 +1,247 @@
+#include <algorithm>
+#include <tuple>
+
+#include "bind/bind.hpp"
+#include "draft/distribution.hpp"
+#include "draft/drafter.hpp"
+#include "draft/ngram.hpp"
+#include "draft/speculative_context.hpp"
+#include "draft/token_drafter.hpp"
+#include "draft/verify.hpp"
+#include "engine/error.hpp"
+
+namespace llamatap::bind {
+
+namespace {
+
+using Floats = py::array_t<float, py::array::c_style>;
+
+/// (sequence, last token, its position, n_max)
+using Request = std::tuple<int32_t, int32_t, int32_t, int32_t>;
+
+const char* name_of(DraftKind kind) {
+  switch (kind) {
+    case DraftKind::model:
+      return "model";
+    case DraftKind::eagle3:
+      return "eagle3";
+    case DraftKind::mtp:
+      return "mtp";
+    case DraftKind::dflash:
+      return "dflash";
+  }
+  return "";
+}
+
+std::shared_ptr<SpeculativeContext> make_speculative(const std::shared_ptr<Context>& target,
+                                                     const std::shared_ptr<Model>& draft, bool plain,
+                                                     uint32_t n_ctx, uint32_t n_batch, uint32_t n_ubatch,
+                                                     uint32_t n_seq_max, int32_t n_threads,
+                                                     const std::string& type_k, const std::string& type_v,
+                                                     int32_t flash_attention) {
+  ContextOptions options;
+  options.n_ctx = n_ctx;
+  options.n_batch = n_batch;
+  options.n_ubatch = n_ubatch;
+  options.n_seq_max = n_seq_max;
+  options.n_threads = n_threads;
+  options.type_k = type_k;
+  options.type_v = type_v;
+  options.flash_attention = flash_attention;
+  const GilReleased released;
+  const DraftKind kind = plain ? DraftKind::model : SpeculativeContext::kind_of(*draft);
+  return std::make_shared<SpeculativeContext>(target, draft, kind, options);
+}
+
+Floats encode(SpeculativeContext& spec, const Floats& features) {
+  if (features.ndim() != 2 || features.shape(1) != spec.n_features()) {
+    throw InvalidInput("features must be (n, " + std::to_string(spec.n_features()) + ") float32 values");
+  }
+  const auto n = static_cast<int32_t>(features.shape(0));
+  Floats states({features.shape(0), static_cast<py::ssize_t>(spec.n_state())});
+  float* target = states.mutable_data();
+  const GilReleased released;
+  spec.encode(features.data(), n, target);
+  return states;
+}
+
+/// (top ids, their probabilities, next states or none, logits or none) of the outputs, in order.
+std::tuple<Ints, Floats, std::optional<Floats>, std::optional<Floats>> decode(
+    SpeculativeContext& spec, const Ints& tokens, const std::optional<Floats>& states, const Ints& positions,
+    const Ints& seqs, const std::vector<bool>& outputs, int32_t top_k, bool with_logits) {
+  const py::ssize_t n = tokens.size();
+  const int32_t width = spec.n_state();
+  if (positions.size() != n || seqs.size() != n || static_cast<py::ssize_t>(outputs.size()) != n) {
+    throw InvalidInput("tokens, positions, seqs and outputs must be of one length");
+  }
+  if (width > 0 && (!states || states->ndim() != 2 || states->shape(0) != n || states->shape(1) != width)) {
+    throw InvalidInput("states must be (" + std::to_string(n) + ", " + std::to_string(width) +
+                       ") float32 values");
+  }
+  const int32_t n_vocab = spec.context()->model()->vocab().size();
+  if (top_k < 1 || top_k > n_vocab) {
+    throw InvalidInput("top_k must be in 1.." + std::to_string(n_vocab) + ", not " + std::to_string(top_k));
+  }
+  Batch batch = width > 0 ? Batch::of_pairs(width) : Batch();
+  std::vector<int32_t> rows;
+  for (py::ssize_t i = 0; i < n; ++i) {
+    const std::vector<int32_t> sequence{seqs.at(i)};
+    const bool output = outputs[static_cast<size_t>(i)];
+    if (width > 0) {
+      batch.add_pair(tokens.at(i), states->data(i, 0), positions.at(i), sequence, output);
+    } else {
+      batch.add(tokens.at(i), positions.at(i), sequence, output);
+    }
+    if (output) rows.push_back(static_cast<int32_t>(i));
+  }
+  const auto n_outputs = static_cast<py::ssize_t>(rows.size());
+  Ints ids({n_outputs, static_cast<py::ssize_t>(top_k)});
+  Floats probs({n_outputs, static_cast<py::ssize_t>(top_k)});
+  std::optional<Floats> next;
+  std::optional<Floats> logits;
+  if (width > 0) next = Floats({n_outputs, static_cast<py::ssize_t>(width)});
+  if (with_logits) logits = Floats({n_outputs, static_cast<py::ssize_t>(n_vocab)});
+  int32_t* ids_out = ids.mutable_data();
+  float* probs_out = probs.mutable_data();
+  float* next_out = next ? next->mutable_data() : nullptr;
+  float* logits_out = logits ? logits->mutable_data() : nullptr;
+  const Poll poll = signal_poll();
+  const GilReleased released;
+  auto& context = *spec.context();
+  context.decode(batch, nullptr, poll);
+  const Use use = context.hold();
+  std::vector<float> all(static_cast<size_t>(n_vocab));
+  for (const int32_t row : rows) {
+    const float* values = context.output_logits(row);
+    softmax(values, n_vocab, 1.0F, all.data());
+    for (const int32_t id : largest(values, n_vocab, top_k)) {
+      *ids_out++ = id;
+      *probs_out++ = all[static_cast<size_t>(id)];
+    }
+    if (logits_out != nullptr) logits_out = std::copy(values, values + n_vocab, logits_out);
+    if (next_out != nullptr) {
+      const float* state = context.next_state(row);
+      next_out = std::copy(state, state + width, next_out);
+    }
+  }
+  return {ids, probs, next, logits};
+}
+
+void process(Drafter& drafter, const Batch& batch, const std::optional<Floats>& states) {
+  const Batch copy = batch;
+  const float* values = states ? states->data() : nullptr;
+  const Poll poll = signal_poll();
+  const GilReleased released;
+  drafter.process(copy, values, poll);
+}
+
+/// By request: (tokens, probabilities or none, distributions or none).
+std::vector<std::tuple<Ints, std::optional<Floats>, std::optional<Floats>>> draft(
+    Drafter& drafter, const std::vector<Request>& given) {
+  std::vector<DraftRequest> requests;
+  for (const auto& [seq, token, position, n_max] : given) requests.push_back({seq, token, position, n_max});
+  std::vector<Draft> drafts;
+  {
+    const Poll poll = signal_poll();
+    const GilReleased released;
+    drafts = drafter.draft(requests, poll);
+  }
+  std::vector<std::tuple<Ints, std::optional<Floats>, std::optional<Floats>>> result;
+  for (const Draft& one : drafts) {
+    const auto n = static_cast<py::ssize_t>(one.tokens.size());
+    std::optional<Floats> probs;
+    std::optional<Floats> distributions;
+    if (!one.probs.empty()) probs = Floats(n, one.probs.data());
+    if (!one.distributions.empty()) {
+      distributions =
+          Floats({n, static_cast<py::ssize_t>(one.distributions.size()) / n}, one.distributions.data());
+    }
+    result.emplace_back(to_array(one.tokens), probs, distributions);
+  }
+  return result;
+}
+
+std::tuple<std::vector<int32_t>, int32_t> run_verify(const Context& context, Sampler& sampler,
+                                                     int32_t first_row, const Ints& draft,
+                                                     const std::optional<Floats>& distributions,
+                                                     bool end_of_generation,
+                                                     const std::vector<int32_t>& stops) {
+  const Stops ends{end_of_generation, stops};
+  const auto tokens = to_vector(draft);
+  const int32_t n_vocab = context.model()->vocab().size();
+  if (!distributions) {
+    auto found = verify(context, sampler, first_row, tokens, ends);
+    return {std::move(found.tokens), found.n_accepted};
+  }
+  if (distributions->ndim() != 2 || distributions->shape(0) != draft.size() ||
+      distributions->shape(1) != n_vocab) {
+    throw InvalidInput("probs must be (" + std::to_string(draft.size()) + ", " + std::to_string(n_vocab) +
+                       ") float32 values: of each drafted token, the distribution that it was drawn from");
+  }
+  auto found = verify_by_rejection(context, sampler, first_row, tokens, distributions->data(), ends);
+  return {std::move(found.tokens), found.n_accepted};
+}
+
+}  // namespace
+
+void register_draft(py::module_& module) {
+  py::class_<SpeculativeContext, std::shared_ptr<SpeculativeContext>> spec(
+      module, "SpeculativeContext", "One context of a draft model for all sequences of a target's.");
+  seal(spec);
+  spec.def(py::init(&make_speculative), py::arg("target"), py::arg("draft"), py::kw_only(), py::arg("plain"),
+           py::arg("n_ctx"), py::arg("n_batch"), py::arg("n_ubatch"), py::arg("n_seq_max"),
+           py::arg("n_threads"), py::arg("type_k"), py::arg("type_v"), py::arg("flash_attention"))
+      .def_property_readonly("kind", [](const SpeculativeContext& self) { return name_of(self.kind()); })
+      .def_property_readonly("context", &SpeculativeContext::context)
+      .def_property_readonly("target_slots", &SpeculativeContext::target_slots)
+      .def_property_readonly("n_features", &SpeculativeContext::n_features)
+      .def_property_readonly("n_state", &SpeculativeContext::n_state)
+      .def_property_readonly("n_heads", &SpeculativeContext::n_heads)
+      .def_property_readonly("block_size", &SpeculativeContext::block_size)
+      .def(
+          "select_head",
+          [](SpeculativeContext& self, int32_t head) {
+            if (head < 0 || head >= self.n_heads()) {
+              throw InvalidInput("head must be in 0.." + std::to_string(self.n_heads() - 1));
+            }
+            if (self.n_heads() > 1) self.context()->select_head(head);
+          },
+          py::arg("head"))
+      .def("encode", &encode, py::arg("features").noconvert())
+      .def("decode", &decode, py::arg("tokens").noconvert(), py::arg("states").noconvert(),
+           py::arg("positions").noconvert(), py::arg("seqs").noconvert(), py::arg("outputs"),
+           py::arg("top_k"), py::arg("with_logits"),
+           "(ids, probabilities, next states or None, logits or None) of the outputs.");
+
+  py::class_<Drafter> drafter(module, "Drafter", "Guesses the next tokens of sequences.");
+  seal(drafter);
+  drafter.def("process", &process, py::arg("batch"), py::arg("states").noconvert() = py::none())
+      .def("draft", &draft, py::arg("requests"),
+           "Requests are (sequence, last token, its position, n_max); drafts are (tokens, probabilities or "
+           "None, distributions or None), in the same order.")
+      .def("accept", &Drafter::accept, py::arg("seq"), py::arg("n"))
+      .def("reset", &Drafter::reset, py::arg("seq"));
+
+  py::class_<TokenDrafter, Drafter> token_drafter(module, "TokenDrafter",
+                                                  "Drafts token by token with a draft context.");
+  seal(token_drafter);
+  token_drafter.def(py::init([](const std::shared_ptr<SpeculativeContext>& context, int32_t n_max,
+                                int32_t n_min, float p_min, float temperature, uint32_t seed) {
+                      return std::make_unique<TokenDrafter>(
+                          context, DraftSettings{n_max, n_min, p_min, temperature, seed});
+                    }),
+                    py::arg("spec"), py::kw_only(), py::arg("n_max"), py::arg("n_min"), py::arg("p_min"),
+                    py::arg("temperature"), py::arg("seed"));
+
+  py::class_<NGramDrafter, Drafter> ngram(module, "NGramDrafter",
+                                          "Drafts what followed the same tokens before.");
+  seal(ngram);
+  ngram.def(py::init<int32_t, int32_t, int32_t, int32_t>(), py::kw_only(), py::arg("n_longest"),
+            py::arg("n_shortest"), py::arg("n_max"), py::arg("n_min"));
+
+  module.def("verify", &run_verify, py::arg("context"), py::arg("sampler"), py::arg("first_row"),
+             py::arg("draft").noconvert(), py::arg("distributions").noconvert(), py::arg("end_of_generation"),
+             py::arg("stops"), "(tokens, how many of the draft were accepted).");
+}
+
+}  // namespace llamatap::bind

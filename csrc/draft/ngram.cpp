@@ -1,0 +1,131 @@
+#include "draft/ngram.hpp"
+
+#include <algorithm>
+#include <set>
+
+#include "engine/error.hpp"
+
+namespace llamatap {
+
+namespace {
+
+/// FNV-1a over the n tokens before `end`, and n.
+uint64_t hash_of(const std::vector<int32_t>& tokens, size_t end, size_t n) {
+  uint64_t hash = 14695981039346656037ULL ^ n;
+  for (size_t i = end - n; i < end; ++i) {
+    hash = (hash ^ static_cast<uint32_t>(tokens[i])) * 1099511628211ULL;
+  }
+  return hash;
+}
+
+}  // namespace
+
+NGramDrafter::NGramDrafter(int32_t n_longest, int32_t n_shortest, int32_t n_max, int32_t n_min)
+    : n_longest_(n_longest), n_shortest_(n_shortest), n_max_(n_max), n_min_(n_min) {
+  if (n_shortest < 1 || n_longest < n_shortest) {
+    throw InvalidInput("n-grams must have 1 <= n_shortest <= n_longest tokens, not " +
+                       std::to_string(n_shortest) + ".." + std::to_string(n_longest));
+  }
+  if (n_max < 1) throw InvalidInput("n_max must be at least 1");
+}
+
+std::unique_lock<std::mutex> NGramDrafter::lock() {
+  std::unique_lock<std::mutex> held(mutex_, std::try_to_lock);
+  if (!held) throw Busy("another thread is using this drafter");
+  return held;
+}
+
+void NGramDrafter::process(const Batch& batch, const float*, const Poll&) {
+  const auto held = lock();
+  if (!batch.has_tokens()) throw InvalidInput("the drafter needs token ids; this batch holds embeddings");
+  std::map<int32_t, std::vector<int32_t>> entries;
+  for (int32_t row = 0; row < batch.size(); ++row) {
+    for (const int32_t seq : batch.sequences()[row]) entries[seq].push_back(row);
+  }
+  for (auto& [seq, rows] : entries) {
+    std::stable_sort(rows.begin(), rows.end(),
+                     [&](int32_t a, int32_t b) { return batch.positions()[a] < batch.positions()[b]; });
+    auto& sequence = sequences_[seq];
+    auto& tokens = sequence.tokens;
+    const auto begin = static_cast<size_t>(std::max(0, batch.positions()[rows.front()]));
+    if (begin > tokens.size()) {
+      throw InvalidInput("sequence " + std::to_string(seq) + " goes on at position " +
+                         std::to_string(tokens.size()) + ", not " + std::to_string(begin) +
+                         "; a drafter must process every batch");
+    }
+    tokens.resize(begin);
+    sequence.batch_start = begin;
+    for (const int32_t row : rows) tokens.push_back(batch.tokens()[row]);
+  }
+}
+
+void NGramDrafter::index(Sequence& sequence) const {
+  const auto& tokens = sequence.tokens;
+  if (sequence.indexed > tokens.size()) {
+    sequence.ends.clear();
+    sequence.indexed = 0;
+  }
+  // An n-gram that ends the text has no successor yet.
+  for (size_t end = sequence.indexed + 1; end < tokens.size(); ++end) {
+    for (auto n = static_cast<size_t>(n_shortest_); n <= static_cast<size_t>(n_longest_) && n <= end; ++n) {
+      sequence.ends[hash_of(tokens, end, n)] = end;
+    }
+    sequence.indexed = end;
+  }
+}
+
+std::vector<Draft> NGramDrafter::draft(const std::vector<DraftRequest>& requests, const Poll&) {
+  const auto held = lock();
+  std::vector<Draft> drafts(requests.size());
+  std::set<int32_t> seen;
+  for (size_t i = 0; i < requests.size(); ++i) {
+    const auto& request = requests[i];
+    if (!seen.insert(request.seq).second) {
+      throw InvalidInput("sequence " + std::to_string(request.seq) + " is asked for twice");
+    }
+    auto& sequence = sequences_[request.seq];
+    auto& text = sequence.tokens;
+    if (request.position != static_cast<int32_t>(text.size())) {
+      throw InvalidInput("sequence " + std::to_string(request.seq) + ": the last token must be at position " +
+                         std::to_string(text.size()) + ", after what was processed, not " +
+                         std::to_string(request.position));
+    }
+    const auto limit = static_cast<size_t>(std::max(0, std::min(n_max_, request.n_max)));
+    text.push_back(request.last_token);
+    index(sequence);
+    auto& tokens = drafts[i].tokens;
+    for (auto n = static_cast<size_t>(n_longest_); n >= static_cast<size_t>(n_shortest_) && tokens.empty();
+         --n) {
+      if (n >= text.size()) continue;
+      const auto found = sequence.ends.find(hash_of(text, text.size(), n));
+      if (found == sequence.ends.end()) continue;
+      const size_t end = found->second;
+      const bool same = std::equal(text.end() - static_cast<std::ptrdiff_t>(n), text.end(),
+                                   text.begin() + static_cast<std::ptrdiff_t>(end - n));
+      if (!same) continue;
+      for (size_t k = end; k < text.size() && tokens.size() < limit; ++k) tokens.push_back(text[k]);
+    }
+    text.pop_back();
+    if (static_cast<int32_t>(tokens.size()) < n_min_) tokens.clear();
+  }
+  return drafts;
+}
+
+void NGramDrafter::accept(int32_t seq, int32_t n) {
+  const auto held = lock();
+  auto& sequence = sequences_[seq];
+  const size_t last = sequence.tokens.size() - sequence.batch_start;
+  if (n < 0 || static_cast<size_t>(n) >= last) {
+    throw InvalidInput("sequence " + std::to_string(seq) + " had " + std::to_string(last) +
+                       " entries in the last batch; the first and " + std::to_string(n) +
+                       " more cannot stand");
+  }
+  sequence.tokens.resize(sequence.batch_start + static_cast<size_t>(n) + 1);
+}
+
+void NGramDrafter::reset(int32_t seq) {
+  const auto held = lock();
+  sequences_.erase(seq);
+}
+
+}  // namespace llamatap

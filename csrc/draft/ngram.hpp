@@ -1,0 +1,45 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include "draft/drafter.hpp"
+
+namespace llamatap {
+
+/// Drafts what followed the last time that the same tokens came by in the sequence: for the longest n-gram of
+/// n_longest down to n_shortest tokens that ends the text, what comes after its latest earlier occurrence.
+class NGramDrafter : public Drafter {
+ public:
+  /// Throws InvalidInput unless 1 <= n_shortest <= n_longest and n_max >= 1.
+  NGramDrafter(int32_t n_longest, int32_t n_shortest, int32_t n_max, int32_t n_min);
+
+  void process(const Batch& batch, const float* states, const Poll& poll) override;
+  std::vector<Draft> draft(const std::vector<DraftRequest>& requests, const Poll& poll) override;
+  void accept(int32_t seq, int32_t n) override;
+  void reset(int32_t seq) override;
+
+ private:
+  struct Sequence {
+    std::vector<int32_t> tokens;
+    size_t batch_start = 0;
+    size_t indexed = 0;
+    /// Hash of an n-gram to where its latest occurrence that has a successor ends.
+    std::unordered_map<uint64_t, size_t> ends;
+  };
+
+  std::unique_lock<std::mutex> lock();
+  void index(Sequence& sequence) const;
+
+  int32_t n_longest_;
+  int32_t n_shortest_;
+  int32_t n_max_;
+  int32_t n_min_;
+  std::map<int32_t, Sequence> sequences_;
+  std::mutex mutex_;
+};
+
+}  // namespace llamatap

@@ -1,0 +1,176 @@
+#include "draft/speculative_context.hpp"
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "engine/error.hpp"
+#include "engine/internals.hpp"
+
+namespace llamatap {
+
+namespace {
+
+// Vocabularies of one family differ by padding at the end.
+constexpr int32_t kMostPadding = 128;
+
+std::string number(int64_t value) { return std::to_string(value); }
+
+/// Whether MTP blocks of an architecture take the target's state before its final norm, as their training
+/// did.
+bool takes_pre_norm(const std::string& arch) { return arch == "mimo2" || arch == "step35"; }
+
+int32_t metadata_number(const Model& model, const std::string& key, int32_t otherwise) {
+  const auto found = model.metadata().find(key);
+  if (found == model.metadata().end()) return otherwise;
+  if (const auto* value = std::get_if<uint64_t>(&found->second)) return static_cast<int32_t>(*value);
+  if (const auto* value = std::get_if<int64_t>(&found->second)) return static_cast<int32_t>(*value);
+  return otherwise;
+}
+
+}  // namespace
+
+DraftKind SpeculativeContext::kind_of(const Model& draft) {
+  const std::string arch = draft.arch();
+  if (arch == "eagle3") return DraftKind::eagle3;
+  if (arch == "dflash") return DraftKind::dflash;
+  const bool has_mtp = draft.options().load_mtp && internals::draft_traits(draft.handle()).n_mtp > 0;
+  return has_mtp ? DraftKind::mtp : DraftKind::model;
+}
+
+SpeculativeContext::SpeculativeContext(std::shared_ptr<Context> target, std::shared_ptr<Model> draft,
+                                       DraftKind kind, ContextOptions options)
+    : kind_(kind), target_(std::move(target)), draft_(std::move(draft)) {
+  if (draft_->options().vocab_only) throw Unsupported("the draft model was loaded without its weights");
+  if (target_->drafts()) throw InvalidInput("the target is itself a context that drafts");
+  if (!target_->has_memory() || !target_->causal()) {
+    throw Unsupported(target_->model()->arch() + " does not generate text, so there is nothing to draft");
+  }
+  if (kind_ != DraftKind::eagle3 && kind_ != DraftKind::dflash && draft_->arch() == "gemma4-assistant") {
+    throw Unsupported("gemma4-assistant drafts from the memory of its target, which is not supported");
+  }
+  check_vocabulary();
+  switch (kind_) {
+    case DraftKind::model:
+      if (draft_->is_recurrent() || draft_->is_hybrid()) {
+        throw Unsupported(draft_->arch() + " cannot take tokens back, which a draft model must");
+      }
+      break;
+    case DraftKind::eagle3:
+      fit_eagle3();
+      break;
+    case DraftKind::mtp:
+      fit_mtp();
+      break;
+    case DraftKind::dflash:
+      fit_dflash();
+      break;
+  }
+  if (kind_ != DraftKind::model) options.target = target_;
+  options.mtp = kind_ == DraftKind::mtp;
+  context_ = std::make_shared<Context>(draft_, options);
+}
+
+void SpeculativeContext::check_vocabulary() const {
+  const auto& ours = target_->model()->vocab();
+  const auto& theirs = draft_->vocab();
+  const int32_t padding = std::abs(ours.size() - theirs.size());
+  if (padding > (kind_ == DraftKind::model ? kMostPadding : 0)) {
+    throw InvalidInput("the draft's vocabulary has " + number(theirs.size()) + " tokens and the target's " +
+                       number(ours.size()) + "; a draft is made for one target");
+  }
+  if (kind_ != DraftKind::model || !ours.has_tokenizer() || !theirs.has_tokenizer()) return;
+  // Special tokens come first and are often spelled anew.
+  for (int32_t token = 8; token < std::min(ours.size(), theirs.size()); ++token) {
+    if (ours.text(token) != theirs.text(token)) {
+      throw InvalidInput("token " + number(token) + " is '" + theirs.text(token) + "' in the draft and '" +
+                         ours.text(token) + "' in the target; a draft model needs the target's vocabulary");
+    }
+  }
+}
+
+void SpeculativeContext::check_layers(const std::vector<int32_t>& layers) const {
+  const int32_t n = target_->model()->n_layer();
+  for (const int32_t layer : layers) {
+    if (layer < 0 || layer > n) {
+      throw InvalidInput("the draft wants layer " + number(layer) + " of the target, which has 0.." +
+                         number(n) + "; it was made for another");
+    }
+  }
+}
+
+void SpeculativeContext::fit_eagle3() {
+  const auto traits = internals::draft_traits(draft_->handle());
+  const auto own = internals::draft_traits(target_->model()->handle());
+  const int32_t width = target_->model()->n_embd();
+  check_layers(traits.target_layers);
+  target_slots_ = traits.target_layers;
+  n_features_ = static_cast<int32_t>(target_slots_.size()) * width;
+  n_state_ = draft_->n_embd();
+  if (traits.n_features != n_features_) {
+    throw InvalidInput("the draft's fc takes " + number(traits.n_features) + " values, of three layers of " +
+                       number(traits.n_features / 3) + "; the target's are " + number(width) + " wide");
+  }
+  const bool inherits = traits.n_embedding == 0 || traits.n_head_rows == 0;
+  if (inherits && n_state_ != width) {
+    throw InvalidInput("the draft uses the target's token embedding or output head, of width " +
+                       number(width) + ", but is " + number(n_state_) + " wide itself");
+  }
+  if (traits.n_embedding == 0 && own.n_embedding == 0) {
+    throw Unsupported("neither the draft nor the target has a token embedding");
+  }
+  const int32_t n_vocab = draft_->vocab().size();
+  if (traits.n_embedding > 0 && traits.n_embedding_rows < n_vocab) {
+    throw InvalidInput("the draft's token embedding has " + number(traits.n_embedding_rows) +
+                       " rows for a vocabulary of " + number(n_vocab));
+  }
+  const int32_t rows = traits.n_head_rows > 0 ? traits.n_head_rows : own.n_head_rows;
+  const auto expected = traits.d2t.empty() ? int64_t{n_vocab} : static_cast<int64_t>(traits.d2t.size());
+  if (rows != expected) {
+    throw InvalidInput("the draft's output head has " + number(rows) + " rows, its " +
+                       (traits.d2t.empty() ? "vocabulary " : "d2t ") + number(expected));
+  }
+  std::set<int64_t> seen;
+  for (const int64_t token : traits.d2t) {
+    if (token < 0 || token >= n_vocab) {
+      throw InvalidInput("d2t names token " + number(token) + " of a vocabulary of " + number(n_vocab) +
+                         "; in GGUF it holds ids of the target, not offsets");
+    }
+    if (!seen.insert(token).second) {
+      throw InvalidInput("d2t names token " + number(token) + " twice; in GGUF it holds ids, not offsets");
+    }
+  }
+}
+
+void SpeculativeContext::fit_mtp() {
+  const auto traits = internals::draft_traits(draft_->handle());
+  const std::string arch = draft_->arch();
+  if (traits.n_mtp == 0) {
+    throw InvalidInput(draft_->options().load_mtp
+                           ? "the file has no MTP block (" + arch + ".nextn_predict_layers)"
+                           : "the model was loaded without its MTP blocks; load it with load_mtp=True");
+  }
+  if (arch == "deepseek4") throw Unsupported("deepseek4 carries several residual streams, not one");
+  const int32_t width = target_->model()->n_embd();
+  if (traits.n_embd_out != width) {
+    throw InvalidInput("the MTP block takes states of width " + number(traits.n_embd_out) +
+                       "; the target's are " + number(width) + " wide");
+  }
+  const int32_t n = target_->model()->n_layer();
+  target_slots_ = {takes_pre_norm(arch) ? n : n + 1};
+  n_features_ = width;
+  n_state_ = width;
+  n_heads_ = traits.n_mtp;
+}
+
+void SpeculativeContext::fit_dflash() { throw Unsupported("dflash files are not supported yet"); }
+
+void SpeculativeContext::encode(const float* features, int32_t n, float* states) {
+  if (kind_ == DraftKind::eagle3) {
+    context_->encode(features, n, states);
+  } else {
+    std::copy(features, features + static_cast<size_t>(n) * static_cast<size_t>(n_features_), states);
+  }
+}
+
+}  // namespace llamatap

@@ -1,0 +1,70 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "draft/drafter.hpp"
+#include "draft/speculative_context.hpp"
+
+namespace llamatap {
+
+struct DraftSettings {
+  int32_t n_max = 4;      // tokens of a draft at most
+  int32_t n_min = 0;      // shorter ones are given up
+  float p_min = 0;        // a draft ends before a token that is less likely
+  float temperature = 0;  // 0: the most likely token; else drawn from softmax(logits / temperature)
+  uint32_t seed = 0;      // of the draws
+};
+
+/// Drafts token by token: with a plain model, an EAGLE-3 block or MTP blocks, all sequences in one decode a
+/// step.
+///
+/// What the draft's memory holds are pairs of a token and the target's state one position before it:
+/// (token[p+1], state[p]), at position p for EAGLE-3 and p+1 for MTP; for a plain model, token[p+1] alone, at
+/// p+1. The last state of a sequence waits for its token. Pairs are decoded as late as possible, together
+/// with the first step of a draft, when it is known which of them stand.
+class TokenDrafter : public Drafter {
+ public:
+  TokenDrafter(std::shared_ptr<SpeculativeContext> spec, const DraftSettings& settings);
+
+  void process(const Batch& batch, const float* states, const Poll& poll) override;
+  std::vector<Draft> draft(const std::vector<DraftRequest>& requests, const Poll& poll) override;
+  void accept(int32_t seq, int32_t n) override;
+  void reset(int32_t seq) override;
+
+ private:
+  struct Row {
+    int32_t position;
+    int32_t token;
+    std::vector<float> state;
+    bool encoded;
+  };
+  struct Sequence {
+    /// Entries of the target whose states were not used yet; the first one is the oldest.
+    std::vector<Row> rows;
+    size_t batch_start = 0;  // the first of the last batch
+    int32_t seed = -1;       // the token that the first row's state was last paired with, in a draft
+  };
+  struct Live;
+
+  std::unique_lock<std::mutex> lock();
+  void check_sequence(int32_t seq) const;
+  int32_t decoded(const Sequence& sequence) const { return sequence.rows.front().position + offset_; }
+  void take(Sequence& sequence, int32_t seq, Row row, bool first);
+  void encode(const std::vector<Sequence*>& sequences);
+  void flush(int32_t seq, Sequence& sequence, const Poll& poll);
+  Batch empty_batch() const;
+  void add(Batch& batch, int32_t token, const float* state, int32_t position, int32_t seq, bool output) const;
+  void step(std::vector<Live>& live, const Poll& poll);
+  bool choose(Live& one, int32_t row);
+
+  std::shared_ptr<SpeculativeContext> spec_;
+  DraftSettings settings_;
+  int32_t offset_;
+  std::vector<Sequence> sequences_;
+  std::mutex mutex_;
+};
+
+}  // namespace llamatap

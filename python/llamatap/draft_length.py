@@ -1,0 +1,102 @@
+"""How many tokens a draft should have: what acceptance and the cost of passes make of it."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+
+from llamatap._check import integer
+
+__all__ = ["DraftLength"]
+
+# Of a round long ago this much is left after each newer one: some fifty rounds count.
+_KEPT = 0.98
+# A first guess that weighs as much as two tries: every other token is accepted.
+_PRIOR_HITS, _PRIOR_TRIES = 1.0, 2.0
+# Every so many rounds another length is tried, so that costs and acceptance do not go stale.
+_EXPLORE_EVERY = 24
+_MEASURED = 9
+
+
+class DraftLength:
+    """Chooses the length of drafts that gives the most tokens per second, 0 (no draft) included.
+
+    :param longest: the longest draft that is considered.
+
+    With ``a[i]`` the share of drafts whose i-th token was accepted, of those whose first i-1 were, a draft of
+    k tokens gives ``1 + a[1] + a[1] a[2] + ... + a[1]...a[k]`` tokens a round. With ``c[k]`` the seconds that
+    rounds with k drafted tokens took (the median of the last 9; between lengths that were measured, on a
+    line), the length is the k that maximises tokens over seconds. Older rounds count less: the weight of one
+    is 0.98 of that of the next. The first rounds measure the longest draft, none, one of a single token and
+    one of half the length, twice each; later every 24th round tries a neighbour of the best length.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self.longest = integer("longest", longest, 1)
+        self._hits = [0.0] * self.longest
+        self._tries = [0.0] * self.longest
+        self._seconds: dict[int, deque[float]] = {}
+        self._first = [k for k in (self.longest, 0, 1, self.longest // 2) for _ in range(2)]
+        self._rounds = 0
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """A draft of ``drafted`` tokens was verified, ``accepted`` of them stood."""
+        for i in range(self.longest):
+            self._hits[i] *= _KEPT
+            self._tries[i] *= _KEPT
+        for i in range(min(accepted + 1, drafted, self.longest)):
+            self._tries[i] += 1
+            self._hits[i] += i < accepted
+
+    def measure(self, drafted: int, seconds: float) -> None:
+        """A round with ``drafted`` tokens a sequence took ``seconds``, drafting included."""
+        self._seconds.setdefault(min(drafted, self.longest), deque(maxlen=_MEASURED)).append(seconds)
+
+    def acceptance(self, position: int) -> float:
+        """The share of drafts whose token at ``position`` (from 1) stands, of those that came so far."""
+        i = position - 1
+        return (self._hits[i] + _PRIOR_HITS) / (self._tries[i] + _PRIOR_TRIES)
+
+    def tokens(self, length: int) -> float:
+        """The tokens that a round with a draft of this length is expected to give."""
+        total = product = 1.0
+        for position in range(1, length + 1):
+            product *= self.acceptance(position)
+            total += product
+        return total
+
+    def seconds(self, length: int) -> float | None:
+        """The seconds that a round with a draft of this length takes; None when too little was measured."""
+        known = {k: statistics.median(values) for k, values in self._seconds.items()}
+        if length in known:
+            return known[length]
+        if len(known) < 2:
+            return None
+        lengths = sorted(known)
+        above = next((i for i, k in enumerate(lengths) if k > length), len(lengths) - 1)
+        low, high = lengths[max(above - 1, 0)], lengths[max(above, 1)]
+        slope = (known[high] - known[low]) / (high - low)
+        # Noise must not make a longer draft free.
+        return max(known[low] + slope * (length - low), min(known.values()) * 0.5)
+
+    def best(self) -> int:
+        """The length that promises the most tokens per second, of what is known."""
+        rates = []
+        for length in range(self.longest + 1):
+            seconds = self.seconds(length)
+            if seconds is None:
+                return self.longest
+            rates.append(self.tokens(length) / max(seconds, 1e-9))
+        return max(range(len(rates)), key=rates.__getitem__)
+
+    def choose(self) -> int:
+        """The length for the next round."""
+        self._rounds += 1
+        if self._first:
+            return self._first.pop(0)
+        best = self.best()
+        if self._rounds % _EXPLORE_EVERY:
+            return best
+        step = 1 if self._rounds // _EXPLORE_EVERY % 2 else -1
+        other = best + step
+        return best - step if not 0 <= other <= self.longest else other

@@ -1,0 +1,144 @@
+"""What generation gives: texts, events, statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamatap.states import States
+
+__all__ = ["Event", "FinishReason", "Generation", "Stats", "TokenLogprobs"]
+
+#: "stop": an end-of-generation or stop token, or a stop string; "length": max_tokens; "context": no room
+#: left; "cancelled": :meth:`Event.cancel`.
+FinishReason = Literal["stop", "length", "context", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities where a token was chosen: of a softmax over the target's logits as they are, before
+    penalties, temperature and the rest.
+
+    :ivar token: the token that was chosen.
+    :ivar logprob: its own (natural logarithm).
+    :ivar top: the most likely ones, (token, log-probability), falling.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(slots=True)
+class Stats:
+    """How a text came about.
+
+    :ivar prompt_tokens: tokens of the prompt.
+    :ivar tokens: tokens that were generated.
+    :ivar rounds: target passes after the prompt's own; each gives a token and what is accepted of a draft.
+    :ivar drafted: tokens that were drafted and verified.
+    :ivar accepted: those that became part of the text.
+    :ivar drafted_at: by position in the draft: how often one was verified there.
+    :ivar accepted_at: by position: how often one was accepted.
+    :ivar target_seconds: in the target's passes; what several texts share is split by their tokens in it.
+    :ivar draft_seconds: in the drafter, its processing of the target's batches included; split in the same
+        way.
+    :ivar sampling_seconds: choosing tokens from logits.
+    """
+
+    prompt_tokens: int = 0
+    tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    target_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    sampling_seconds: float = 0.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Acceptance length: tokens a round, 1.0 without a draft; nan before the first round."""
+        return (self.tokens - 1) / self.rounds if self.rounds else float("nan")
+
+    @property
+    def acceptance(self) -> float:
+        """accepted / drafted; nan when nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else float("nan")
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """By position in the draft: the share of drafts of that length or longer that stood up to there."""
+        return [
+            accepted / drafted for accepted, drafted in zip(self.accepted_at, self.drafted_at, strict=True)
+        ]
+
+    def count(self, drafted: int, accepted: int) -> None:
+        """Note a round with a draft."""
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        missing = drafted - len(self.drafted_at)
+        if missing > 0:
+            self.drafted_at += [0] * missing
+            self.accepted_at += [0] * missing
+        for i in range(drafted):
+            self.drafted_at[i] += 1
+            self.accepted_at[i] += i < accepted
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Generation:
+    """What became of a prompt.
+
+    :ivar index: which prompt.
+    :ivar prompt: int32 ``(n_prompt,)``: its tokens.
+    :ivar tokens: int32 ``(n,)``: what was generated, a stop token included.
+    :ivar text: its text, without the stop token or string.
+    :ivar finish_reason: why it ended: "stop", "length", "context" or "cancelled".
+    :ivar states: where asked for: the target's states of the generated tokens, one row each (``"full"``), or
+        of the last one (``"last"``).
+    :ivar logprobs: where asked for, one for each token.
+    :ivar stats: how it came about.
+    """
+
+    index: int
+    prompt: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    text: str
+    finish_reason: FinishReason
+    states: States | None
+    logprobs: list[TokenLogprobs] | None
+    stats: Stats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Event:
+    """A generated token, as it comes.
+
+    :ivar index: which prompt.
+    :ivar token: the token.
+    :ivar text: the text that it completes: whole characters, and nothing that may yet turn out to be a stop
+        string. The texts of a prompt's events join to :attr:`Generation.text`.
+    :ivar states: the target's states of the token, one row, where asked for (with ``"last"``, of the last
+        token alone). They are computed a round after the token, and the event waits for them.
+    :ivar logprobs: where asked for.
+    :ivar final: of a prompt's last event: all of its generation.
+    """
+
+    index: int
+    token: int
+    text: str
+    states: States | None
+    logprobs: TokenLogprobs | None
+    final: Generation | None
+    _cancel: Callable[[], None]
+
+    def cancel(self) -> None:
+        """End this prompt's generation. Tokens of the round that is under way may still come."""
+        self._cancel()

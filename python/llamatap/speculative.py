@@ -1,0 +1,313 @@
+"""The speculative context: a draft model beside a target, one context for all sequences."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from llamatap import _saved
+from llamatap._check import NotCopied, flag, instance, integer
+from llamatap._native import _core, default_threads, flush_log
+from llamatap.context import Context, Memory
+from llamatap.errors import ClosedError, InvalidInputError
+from llamatap.layers import LayerId
+from llamatap.model import Model, token_array
+
+__all__ = ["DraftOutput", "SpeculativeContext"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftOutput:
+    """What :meth:`SpeculativeContext.decode` gives for its outputs, in their order. Arrays are owned.
+
+    :ivar ids: int32 ``(n_outputs, top_k)``: the most likely tokens, falling. Ids of the target's vocabulary.
+    :ivar probs: float32 ``(n_outputs, top_k)``: their probabilities, of a softmax over the draft's
+        vocabulary.
+    :ivar states: float32 ``(n_outputs, n_state)``: the states for the pairs that come next; None for a plain
+        model.
+    :ivar logits: float32 ``(n_outputs, n_vocab)`` when asked for; -inf for tokens that the draft cannot give.
+    """
+
+    ids: NDArray[np.int32]
+    probs: NDArray[np.float32]
+    states: NDArray[np.float32] | None
+    logits: NDArray[np.float32] | None
+
+
+def _float_rows(name: str, values: ArrayLike) -> NDArray[np.float32]:
+    array = np.asarray(values)
+    if array.dtype != np.float32 or array.ndim != 2:
+        raise InvalidInputError(f"{name} must be a float32 matrix, not {array.dtype} of shape {array.shape}")
+    if not np.isfinite(array).all():
+        # In a memory they would come to sequences that have nothing to do with this one.
+        raise InvalidInputError(f"{name} hold NaN or infinity")
+    return np.ascontiguousarray(array)
+
+
+class SpeculativeContext(NotCopied):
+    """A draft model beside a target: one context for all sequences, with the calls that drafting is made of.
+
+    :param context: the target's. It is kept alive, and the draft may use its token embedding and output head.
+    :param draft: the drafter's file, or a loaded model: an EAGLE-3 file (architecture ``eagle3``); MTP
+        blocks, in a file of their own or in the target's (``context.model``, loaded with ``load_mtp=True``);
+        or a smaller language model with the target's vocabulary.
+    :param n_seq_max: sequence ids are 0..n_seq_max-1; None for the target's.
+    :param n_ctx: tokens that fit; 0 for the target's.
+    :param n_ubatch: the most tokens computed at once.
+    :param n_threads: None for the number of physical cores.
+    :param type_k: type of the K cache, as of :class:`Context`.
+    :param type_v: type of the V cache.
+    :param flash_attn: None leaves it to the engine.
+    :param n_gpu_layers: of a draft that is loaded from a file.
+    :param as_model: take the draft as a language model, MTP blocks or not.
+    :raises InvalidInputError: the draft does not fit the target (vocabulary, width, layers, d2t); with what
+        was expected and found.
+    :raises UnsupportedError: the engine cannot draft with this file.
+    :raises ModelLoadError: the file cannot be loaded.
+
+    Pairs: what EAGLE-3 and MTP blocks decode is a token with a state. With ``state[p]`` the target's at
+    position p (for EAGLE-3, :meth:`encode` of its features), EAGLE-3 takes ``(token[p+1], state[p])`` at
+    position p, MTP ``(token[p], state[p-1])`` at position p, with zeros for ``state[-1]``. A plain model
+    takes tokens alone.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        draft: str | os.PathLike[str] | Model,
+        *,
+        n_seq_max: int | None = None,
+        n_ctx: int = 0,
+        n_ubatch: int = 128,
+        n_threads: int | None = None,
+        type_k: str = "f16",
+        type_v: str = "f16",
+        flash_attn: bool | None = None,
+        n_gpu_layers: int = 0,
+        as_model: bool = False,
+    ) -> None:
+        self._native: _core.SpeculativeContext | None = None
+        instance("context", context, Context)
+        target = context.native
+        if not isinstance(draft, Model):
+            draft = Model(draft, load_mtp=True, n_gpu_layers=n_gpu_layers)
+        #: The target's context.
+        self.target = context
+        #: The draft model.
+        self.model = draft
+        self.n_seq_max = context.n_seq_max if n_seq_max is None else integer("n_seq_max", n_seq_max, 1)
+        room = integer("n_ctx", n_ctx, 0) or context.n_ctx
+        n_ubatch = max(integer("n_ubatch", n_ubatch, 1), self.n_seq_max)
+        instance("type_k", type_k, str)
+        instance("type_v", type_v, str)
+        try:
+            self._native = _core.SpeculativeContext(
+                target,
+                draft.native,
+                plain=flag("as_model", as_model),
+                n_ctx=room,
+                n_batch=max(n_ubatch, 512),
+                n_ubatch=n_ubatch,
+                n_seq_max=self.n_seq_max,
+                n_threads=default_threads() if n_threads is None else integer("n_threads", n_threads, 1),
+                type_k=type_k,
+                type_v=type_v,
+                flash_attention=-1 if flash_attn is None else int(flag("flash_attn", flash_attn)),
+            )
+        finally:
+            flush_log()
+        self._types = (type_k, type_v)
+        self._context = self._native.context
+        #: How it drafts: "model", "eagle3", "mtp" or "dflash".
+        self.kind: Literal["model", "eagle3", "mtp", "dflash"] = self._native.kind  # type: ignore[assignment]
+        n_layer = context.model.n_layer
+        #: The target's states that it needs of every token, as layer ids of llamatap; empty for a plain
+        #: model.
+        self.target_layers: tuple[LayerId, ...] = tuple(
+            "norm" if slot == n_layer + 1 else slot for slot in self._native.target_slots
+        )
+
+    @property
+    def core(self) -> _core.SpeculativeContext:
+        """The core's object. Private to the package.
+
+        :raises ClosedError: it was closed.
+        """
+        if self._native is None:
+            raise ClosedError("the speculative context was closed")
+        return self._native
+
+    @property
+    def native(self) -> _core.Context:
+        """The core's object of the draft's context. Private to the package.
+
+        :raises ClosedError: it was closed.
+        """
+        return self.core.context
+
+    def close(self) -> None:
+        """Free the draft's context."""
+        self._native = None
+
+    @property
+    def closed(self) -> bool:
+        return self._native is None
+
+    def __enter__(self) -> SpeculativeContext:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self._native is None:
+            return "SpeculativeContext(closed)"
+        return f"SpeculativeContext({self.model.path.name!r}, {self.kind}, n_seq_max={self.n_seq_max})"
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that fit into the draft's memory, of all sequences together."""
+        return self.native.n_ctx
+
+    @property
+    def n_features(self) -> int:
+        """Width of a row of features: all target_layers of a token in turn; 0 for a plain model."""
+        return self.core.n_features
+
+    @property
+    def n_state(self) -> int:
+        """Width of the states in pairs; 0 for a plain model."""
+        return self.core.n_state
+
+    @property
+    def n_heads(self) -> int:
+        """MTP blocks that are used one after the other, the k-th for the k-th token of a draft."""
+        return self.core.n_heads
+
+    @property
+    def memory(self) -> Memory:
+        """The draft's memory of its sequences: the same operations as the target's."""
+        return Memory(self)
+
+    def features(self) -> NDArray[np.float32]:
+        """The target's states of the last decode as :meth:`encode` takes them: float32
+        ``(n_tokens, n_features)``, from the tap that is open on the target's context.
+
+        :raises InvalidInputError: no tap is open, nothing was decoded in it, or it lacks rows or layers.
+        """
+        states = self.target.tapped
+        tap = self.target._tap
+        wanted = ", ".join(map(repr, self.target_layers))
+        if tap is None or states is None:
+            raise InvalidInputError(
+                f"decode within `with context.tap(layers=[{wanted}]):`, so that the drafter has the states"
+            )
+        missing = [layer for layer in self.target_layers if layer not in states.layers]
+        if tap.rows != "all" or tap.dtype != "float32" or missing:
+            raise InvalidInputError(
+                f"the drafter needs layers [{wanted}] of all rows in float32; the open tap gives layers "
+                f"{list(states.layers)} of rows={tap.rows!r} in {tap.dtype}"
+            )
+        array = states.array
+        if states.layers != self.target_layers:
+            array = array[:, [states.layers.index(layer) for layer in self.target_layers]]
+        return np.ascontiguousarray(array.reshape(len(array), -1))
+
+    def encode(self, features: ArrayLike) -> NDArray[np.float32]:
+        """The states of pairs: for EAGLE-3, the fusion of the target's features; else the same values.
+
+        :param features: float32 ``(n, n_features)``; any n.
+        :returns: float32 ``(n, n_state)``.
+        :raises InvalidInputError: another shape or dtype, NaN or infinity.
+        """
+        try:
+            return self.core.encode(_float_rows("features", features))
+        finally:
+            flush_log()
+
+    def decode(
+        self,
+        tokens: ArrayLike,
+        states: ArrayLike | None,
+        positions: ArrayLike,
+        seqs: ArrayLike | int = 0,
+        outputs: Sequence[bool] | NDArray[np.bool_] | bool = True,
+        *,
+        top_k: int = 1,
+        logits: bool = False,
+        head: int = 0,
+    ) -> DraftOutput:
+        """One decode of pairs; they enter the draft's memory.
+
+        :param tokens: int ``(n,)``.
+        :param states: float32 ``(n, n_state)``; None for a plain model.
+        :param positions: int ``(n,)``: of each sequence, going on from what its memory holds.
+        :param seqs: int ``(n,)``, or one sequence for all.
+        :param outputs: bool ``(n,)``, or one for all: which entries give results.
+        :param top_k: how many tokens each gives.
+        :param logits: whether the logits are wanted too.
+        :param head: which of several MTP blocks.
+        :raises InvalidInputError: a token, position, sequence, shape or dtype is wrong.
+        :raises ContextFullError: there is no room.
+        """
+        core = self.core
+        ids = token_array(tokens)
+        n = len(ids)
+        flags = [outputs] * n if isinstance(outputs, (bool, np.bool_)) else list(outputs)
+        if isinstance(seqs, (int, np.integer)):
+            seqs = np.full(n, integer("seqs", seqs), np.int32)
+        rows = None if core.n_state == 0 or states is None else _float_rows("states", states)
+        core.select_head(integer("head", head))
+        try:
+            return DraftOutput(
+                *core.decode(
+                    ids,
+                    rows,
+                    token_array(positions),
+                    token_array(seqs),
+                    [flag("an output", value) for value in flags],
+                    integer("top_k", top_k),
+                    flag("logits", logits),
+                )
+            )
+        finally:
+            core.select_head(0)
+            flush_log()
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "arch": self.model.arch,
+            "weights": self.model.sample,
+            "type_k": self._types[0],
+            "type_v": self._types[1],
+            "n_state": self.n_state,
+            "engine": _core.build_info()["engine_commit"],
+        }
+
+    def save(self, seq: int = 0) -> bytes:
+        """The draft's memory of a sequence, as :meth:`Context.save` gives the target's."""
+        return _saved.pack(self._fingerprint(), self.native.save(integer("a sequence id", seq)))
+
+    def restore(self, seq: int, data: bytes | bytearray | memoryview) -> None:
+        """Bring back what :meth:`save` gave.
+
+        :raises InvalidInputError: as :meth:`Context.restore`.
+        """
+        native, seq = self.native, integer("a sequence id", seq)
+        state = _saved.unpack(self._fingerprint(), data)
+        try:
+            native.restore(seq, state)
+        finally:
+            flush_log()
