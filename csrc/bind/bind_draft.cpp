@@ -2,6 +2,7 @@
 #include <tuple>
 
 #include "bind/bind.hpp"
+#include "draft/block_drafter.hpp"
 #include "draft/distribution.hpp"
 #include "draft/drafter.hpp"
 #include "draft/ngram.hpp"
@@ -108,7 +109,7 @@ std::tuple<Ints, Floats, std::optional<Floats>, std::optional<Floats>> decode(
   const Poll poll = signal_poll();
   const GilReleased released;
   auto& context = *spec.context();
-  context.decode(batch, nullptr, poll);
+  if (n > 0) context.decode(batch, nullptr, poll);
   const Use use = context.hold();
   std::vector<float> all(static_cast<size_t>(n_vocab));
   for (const int32_t row : rows) {
@@ -197,7 +198,7 @@ void register_draft(py::module_& module) {
       .def_property_readonly("n_features", &SpeculativeContext::n_features)
       .def_property_readonly("n_state", &SpeculativeContext::n_state)
       .def_property_readonly("n_heads", &SpeculativeContext::n_heads)
-      .def_property_readonly("block_size", &SpeculativeContext::block_size)
+      .def_property_readonly("block_size", [](const SpeculativeContext& self) { return self.block().size; })
       .def(
           "select_head",
           [](SpeculativeContext& self, int32_t head) {
@@ -222,22 +223,24 @@ void register_draft(py::module_& module) {
       .def("accept", &Drafter::accept, py::arg("seq"), py::arg("n"))
       .def("reset", &Drafter::reset, py::arg("seq"));
 
-  py::class_<TokenDrafter, Drafter> token_drafter(module, "TokenDrafter",
-                                                  "Drafts token by token with a draft context.");
-  seal(token_drafter);
-  token_drafter.def(py::init([](const std::shared_ptr<SpeculativeContext>& context, int32_t n_max,
-                                int32_t n_min, float p_min, float temperature, uint32_t seed) {
-                      return std::make_unique<TokenDrafter>(
-                          context, DraftSettings{n_max, n_min, p_min, temperature, seed});
-                    }),
-                    py::arg("spec"), py::kw_only(), py::arg("n_max"), py::arg("n_min"), py::arg("p_min"),
-                    py::arg("temperature"), py::arg("seed"));
-
-  py::class_<NGramDrafter, Drafter> ngram(module, "NGramDrafter",
-                                          "Drafts what followed the same tokens before.");
-  seal(ngram);
-  ngram.def(py::init<int32_t, int32_t, int32_t, int32_t>(), py::kw_only(), py::arg("n_longest"),
-            py::arg("n_shortest"), py::arg("n_max"), py::arg("n_min"));
+  module.def(
+      "speculative_drafter",
+      [](const std::shared_ptr<SpeculativeContext>& spec, int32_t n_max, int32_t n_min, float p_min,
+         float temperature, uint32_t seed) -> std::unique_ptr<Drafter> {
+        const DraftSettings settings{n_max, n_min, p_min, temperature, seed};
+        if (spec->kind() == DraftKind::dflash) return std::make_unique<BlockDrafter>(spec, settings);
+        return std::make_unique<TokenDrafter>(spec, settings);
+      },
+      py::arg("spec"), py::kw_only(), py::arg("n_max"), py::arg("n_min"), py::arg("p_min"),
+      py::arg("temperature"), py::arg("seed"),
+      "What drafts with a draft context: token by token, or a block.");
+  module.def(
+      "ngram_drafter",
+      [](int32_t n_longest, int32_t n_shortest, int32_t n_max, int32_t n_min) -> std::unique_ptr<Drafter> {
+        return std::make_unique<NGramDrafter>(n_longest, n_shortest, n_max, n_min);
+      },
+      py::kw_only(), py::arg("n_longest"), py::arg("n_shortest"), py::arg("n_max"), py::arg("n_min"),
+      "Drafts what followed the same tokens before.");
 
   module.def("verify", &run_verify, py::arg("context"), py::arg("sampler"), py::arg("first_row"),
              py::arg("draft").noconvert(), py::arg("distributions").noconvert(), py::arg("end_of_generation"),

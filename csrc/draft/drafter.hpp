@@ -1,6 +1,8 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
+#include <mutex>
 #include <vector>
 
 #include "engine/batch.hpp"
@@ -23,6 +25,14 @@ struct Draft {
   std::vector<float> distributions;  // [tokens, n_vocab] that they were drawn from; empty when not asked for
 };
 
+struct DraftSettings {
+  int32_t n_max = 4;      // tokens of a draft at most
+  int32_t n_min = 0;      // shorter ones are given up
+  float p_min = 0;        // a draft ends before a token that is less likely
+  float temperature = 0;  // 0: the most likely token; else drawn from softmax(logits / temperature)
+  uint32_t seed = 0;      // of the draws
+};
+
 /// Guesses the next tokens of sequences. `process` comes after each decode of the target, with its batch;
 /// `accept` after a batch of which a part is taken back, before anything else is asked of the sequence.
 /// One thread at a time: a second one gets Busy.
@@ -42,6 +52,37 @@ class Drafter {
 
   /// Forgets a sequence.
   virtual void reset(int32_t seq) = 0;
+
+ protected:
+  /// Throws Busy.
+  std::unique_lock<std::mutex> lock();
+
+ private:
+  std::mutex mutex_;
 };
+
+/// The entries of a batch of tokens by sequence, each in the order of their positions. Throws InvalidInput
+/// for another kind of batch.
+std::map<int32_t, std::vector<int32_t>> entries_by_sequence(const Batch& batch);
+
+/// Throws InvalidInput unless the positions of these entries, in their order, have no gap.
+void check_contiguous(const Batch& batch, const std::vector<int32_t>& rows);
+
+/// What a drafter takes from logits, and with which probability.
+struct Choice {
+  int32_t token;
+  float prob;
+  std::vector<float> distribution;  // that it was drawn from; empty when it is the most likely one
+};
+
+/// The token after `length` others of a draft.
+Choice choose(const float* logits, int32_t n_vocab, const DraftSettings& settings,
+              const DraftRequest& request, size_t length);
+
+/// Appends a choice to a draft.
+void append(Draft& draft, const Choice& choice);
+
+[[noreturn]] void throw_wrong_position(const DraftRequest& request, int32_t expected);
+[[noreturn]] void throw_wrong_accept(int32_t seq, int32_t n, size_t n_entries);
 
 }  // namespace llamatap

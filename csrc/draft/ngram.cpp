@@ -29,33 +29,25 @@ NGramDrafter::NGramDrafter(int32_t n_longest, int32_t n_shortest, int32_t n_max,
   if (n_max < 1) throw InvalidInput("n_max must be at least 1");
 }
 
-std::unique_lock<std::mutex> NGramDrafter::lock() {
-  std::unique_lock<std::mutex> held(mutex_, std::try_to_lock);
-  if (!held) throw Busy("another thread is using this drafter");
-  return held;
-}
-
 void NGramDrafter::process(const Batch& batch, const float*, const Poll&) {
   const auto held = lock();
-  if (!batch.has_tokens()) throw InvalidInput("the drafter needs token ids; this batch holds embeddings");
-  std::map<int32_t, std::vector<int32_t>> entries;
-  for (int32_t row = 0; row < batch.size(); ++row) {
-    for (const int32_t seq : batch.sequences()[row]) entries[seq].push_back(row);
-  }
-  for (auto& [seq, rows] : entries) {
-    std::stable_sort(rows.begin(), rows.end(),
-                     [&](int32_t a, int32_t b) { return batch.positions()[a] < batch.positions()[b]; });
-    auto& sequence = sequences_[seq];
-    auto& tokens = sequence.tokens;
-    const auto begin = static_cast<size_t>(std::max(0, batch.positions()[rows.front()]));
-    if (begin > tokens.size()) {
-      throw InvalidInput("sequence " + std::to_string(seq) + " goes on at position " +
-                         std::to_string(tokens.size()) + ", not " + std::to_string(begin) +
-                         "; a drafter must process every batch");
+  const auto entries = entries_by_sequence(batch);
+  for (const auto& [seq, rows] : entries) {
+    check_contiguous(batch, rows);
+    const int32_t begin = batch.positions()[rows.front()];
+    const auto found = sequences_.find(seq);
+    const size_t next = found == sequences_.end() ? 0 : found->second.tokens.size();
+    if (begin < 0 || static_cast<size_t>(begin) > next) {
+      throw InvalidInput("sequence " + std::to_string(seq) + " goes on at position " + std::to_string(next) +
+                         ", not " + std::to_string(begin) +
+                         "; a drafter must process every batch of a sequence, from position 0");
     }
-    tokens.resize(begin);
-    sequence.batch_start = begin;
-    for (const int32_t row : rows) tokens.push_back(batch.tokens()[row]);
+  }
+  for (const auto& [seq, rows] : entries) {
+    auto& sequence = sequences_[seq];
+    sequence.batch_start = static_cast<size_t>(batch.positions()[rows.front()]);
+    sequence.tokens.resize(sequence.batch_start);
+    for (const int32_t row : rows) sequence.tokens.push_back(batch.tokens()[row]);
   }
 }
 
@@ -86,9 +78,7 @@ std::vector<Draft> NGramDrafter::draft(const std::vector<DraftRequest>& requests
     auto& sequence = sequences_[request.seq];
     auto& text = sequence.tokens;
     if (request.position != static_cast<int32_t>(text.size())) {
-      throw InvalidInput("sequence " + std::to_string(request.seq) + ": the last token must be at position " +
-                         std::to_string(text.size()) + ", after what was processed, not " +
-                         std::to_string(request.position));
+      throw_wrong_position(request, static_cast<int32_t>(text.size()));
     }
     const auto limit = static_cast<size_t>(std::max(0, std::min(n_max_, request.n_max)));
     text.push_back(request.last_token);
@@ -115,11 +105,7 @@ void NGramDrafter::accept(int32_t seq, int32_t n) {
   const auto held = lock();
   auto& sequence = sequences_[seq];
   const size_t last = sequence.tokens.size() - sequence.batch_start;
-  if (n < 0 || static_cast<size_t>(n) >= last) {
-    throw InvalidInput("sequence " + std::to_string(seq) + " had " + std::to_string(last) +
-                       " entries in the last batch; the first and " + std::to_string(n) +
-                       " more cannot stand");
-  }
+  if (n < 0 || static_cast<size_t>(n) >= last) throw_wrong_accept(seq, n, last);
   sequence.tokens.resize(sequence.batch_start + static_cast<size_t>(n) + 1);
 }
 

@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <map>
-#include <mutex>
 #include <unordered_map>
 #include <vector>
 
@@ -31,7 +30,6 @@ class NGramDrafter : public Drafter {
     std::unordered_map<uint64_t, size_t> ends;
   };
 
-  std::unique_lock<std::mutex> lock();
   void index(Sequence& sequence) const;
 
   int32_t n_longest_;
@@ -39,7 +37,6 @@ class NGramDrafter : public Drafter {
   int32_t n_max_;
   int32_t n_min_;
   std::map<int32_t, Sequence> sequences_;
-  std::mutex mutex_;
 };
 
 }  // namespace llamatap

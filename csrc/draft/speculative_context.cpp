@@ -28,6 +28,13 @@ int32_t metadata_number(const Model& model, const std::string& key, int32_t othe
   return otherwise;
 }
 
+bool metadata_flag(const Model& model, const std::string& key, bool otherwise) {
+  const auto found = model.metadata().find(key);
+  if (found == model.metadata().end()) return otherwise;
+  const auto* value = std::get_if<bool>(&found->second);
+  return value == nullptr ? otherwise : *value;
+}
+
 }  // namespace
 
 DraftKind SpeculativeContext::kind_of(const Model& draft) {
@@ -68,6 +75,11 @@ SpeculativeContext::SpeculativeContext(std::shared_ptr<Context> target, std::sha
   }
   if (kind_ != DraftKind::model) options.target = target_;
   options.mtp = kind_ == DraftKind::mtp;
+  if (kind_ == DraftKind::dflash) {
+    options.causal = metadata_flag(*draft_, "dflash.attention.causal", false);
+    options.n_ubatch = std::max(options.n_ubatch, static_cast<uint32_t>(block_.size));
+    options.n_batch = std::max(options.n_batch, options.n_ubatch);
+  }
   context_ = std::make_shared<Context>(draft_, options);
 }
 
@@ -99,7 +111,8 @@ void SpeculativeContext::check_layers(const std::vector<int32_t>& layers) const 
   }
 }
 
-void SpeculativeContext::fit_eagle3() {
+/// Layers of the target, embedding and head of their own or the target's, and d2t.
+void SpeculativeContext::fit_features(const char* what) {
   const auto traits = internals::draft_traits(draft_->handle());
   const auto own = internals::draft_traits(target_->model()->handle());
   const int32_t width = target_->model()->n_embd();
@@ -108,8 +121,11 @@ void SpeculativeContext::fit_eagle3() {
   n_features_ = static_cast<int32_t>(target_slots_.size()) * width;
   n_state_ = draft_->n_embd();
   if (traits.n_features != n_features_) {
-    throw InvalidInput("the draft's fc takes " + number(traits.n_features) + " values, of three layers of " +
-                       number(traits.n_features / 3) + "; the target's are " + number(width) + " wide");
+    const auto n_layers = static_cast<int32_t>(std::max<size_t>(1, target_slots_.size()));
+    throw InvalidInput("the " + std::string(what) + " draft takes " + number(traits.n_features) +
+                       " values, of " + number(n_layers) + " layers of " +
+                       number(traits.n_features / n_layers) + "; the target's are " + number(width) +
+                       " wide");
   }
   const bool inherits = traits.n_embedding == 0 || traits.n_head_rows == 0;
   if (inherits && n_state_ != width) {
@@ -142,6 +158,8 @@ void SpeculativeContext::fit_eagle3() {
   }
 }
 
+void SpeculativeContext::fit_eagle3() { fit_features("EAGLE-3"); }
+
 void SpeculativeContext::fit_mtp() {
   const auto traits = internals::draft_traits(draft_->handle());
   const std::string arch = draft_->arch();
@@ -163,7 +181,35 @@ void SpeculativeContext::fit_mtp() {
   n_heads_ = traits.n_mtp;
 }
 
-void SpeculativeContext::fit_dflash() { throw Unsupported("dflash files are not supported yet"); }
+void SpeculativeContext::fit_dflash() {
+  const auto traits = internals::draft_traits(draft_->handle());
+  if (traits.has_selector) throw Unsupported("DFlash2 files, which have a selector, are not supported");
+  if (metadata_number(*draft_, "dflash.hyper_connection.count", 0) > 0) {
+    throw Unsupported("DSpark files for DeepSeek-V4, with several residual streams, are not supported");
+  }
+  if (traits.target_layers.empty()) throw InvalidInput("the file names no layers (dflash.target_layers)");
+  fit_features("DFlash");
+  n_state_ = 0;
+  const auto mask = draft_->vocab().mask();
+  if (!mask) throw InvalidInput("the DFlash file names no mask token (tokenizer.ggml.mask_token_id)");
+  draft_->vocab().check(*mask);
+  block_.mask_token = *mask;
+  block_.size = metadata_number(*draft_, "dflash.block_size", 16);
+  block_.chained = traits.has_markov;
+  block_.has_confidence = traits.has_confidence;
+  if (block_.chained && metadata_flag(*draft_, "dflash.sample_from_anchor", true)) block_.first_slot = 0;
+  if (block_.size <= block_.first_slot || block_.size > 1024) {
+    throw InvalidInput("dflash.block_size is " + number(block_.size) + "; expected 2..1024");
+  }
+}
+
+void SpeculativeContext::check_sequence(int32_t seq) const {
+  const auto n = static_cast<int32_t>(context_->options().n_seq_max);
+  if (seq < 0 || seq >= n) {
+    throw InvalidInput("sequence id " + number(seq) + " is not in 0.." + number(n - 1) +
+                       " (n_seq_max of the speculative context)");
+  }
+}
 
 void SpeculativeContext::encode(const float* features, int32_t n, float* states) {
   if (kind_ == DraftKind::eagle3) {

@@ -14,6 +14,15 @@ namespace llamatap {
 /// MTP blocks on its last states; a DFlash block that sees features of the target.
 enum class DraftKind { model, eagle3, mtp, dflash };
 
+/// The blocks of a DFlash or DSpark file.
+struct DraftBlock {
+  int32_t size = 0;        // its places at most: the last known token, then masks
+  int32_t first_slot = 1;  // the place that gives the first token
+  int32_t mask_token = -1;
+  bool chained = false;         // DSpark: each place's logits depend on the token of the one before
+  bool has_confidence = false;  // DSpark: and how likely it is to stand
+};
+
 /// One context of a draft model for all sequences of a target's context.
 class SpeculativeContext {
  public:
@@ -36,9 +45,9 @@ class SpeculativeContext {
   int32_t n_state() const { return n_state_; }
   /// MTP blocks that are used one after the other.
   int32_t n_heads() const { return n_heads_; }
-  /// Tokens of a DFlash block, the last known one included.
-  int32_t block_size() const { return block_size_; }
-  int32_t mask_token() const { return mask_token_; }
+  const DraftBlock& block() const { return block_; }
+  /// Throws InvalidInput for a sequence id that the context does not have.
+  void check_sequence(int32_t seq) const;
 
   /// [n, n_features] of the target to the states of pairs, [n, n_state]: the fusion of EAGLE-3; of MTP, the
   /// same values.
@@ -46,6 +55,8 @@ class SpeculativeContext {
 
  private:
   void check_vocabulary() const;
+  /// What files of one block on features have in common.
+  void fit_features(const char* what);
   void fit_eagle3();
   void fit_mtp();
   void fit_dflash();
@@ -59,8 +70,7 @@ class SpeculativeContext {
   int32_t n_features_ = 0;
   int32_t n_state_ = 0;
   int32_t n_heads_ = 1;
-  int32_t block_size_ = 0;
-  int32_t mask_token_ = -1;
+  DraftBlock block_;
 };
 
 }  // namespace llamatap

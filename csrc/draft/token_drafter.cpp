@@ -1,11 +1,8 @@
 #include "draft/token_drafter.hpp"
 
 #include <algorithm>
-#include <map>
-#include <random>
 #include <utility>
 
-#include "draft/distribution.hpp"
 #include "engine/error.hpp"
 
 namespace llamatap {
@@ -40,43 +37,28 @@ TokenDrafter::TokenDrafter(std::shared_ptr<SpeculativeContext> spec, const Draft
   if (spec_->n_heads() > 1) settings_.n_max = std::min(settings_.n_max, spec_->n_heads());
 }
 
-std::unique_lock<std::mutex> TokenDrafter::lock() {
-  std::unique_lock<std::mutex> held(mutex_, std::try_to_lock);
-  if (!held) throw Busy("another thread is using this drafter");
-  return held;
+/// Throws InvalidInput unless entries at `first` and on go on from what the sequence has.
+void TokenDrafter::check_start(const Sequence& sequence, int32_t seq, int32_t first) const {
+  const auto& rows = sequence.rows;
+  const int32_t next = rows.empty() ? 0 : rows.back().position + 1;
+  // The caller may have taken entries back that are still waiting.
+  const bool taken_back = !rows.empty() && first > rows.front().position && first < next;
+  if (first == next || taken_back) return;
+  throw InvalidInput("sequence " + std::to_string(seq) + " goes on at position " + std::to_string(next) +
+                     ", not " + std::to_string(first) +
+                     "; a drafter must process every batch of a sequence, from position 0, or be reset");
 }
 
-void TokenDrafter::check_sequence(int32_t seq) const {
-  if (seq < 0 || seq >= static_cast<int32_t>(sequences_.size())) {
-    throw InvalidInput("sequence id " + std::to_string(seq) + " is not in 0.." +
-                       std::to_string(sequences_.size() - 1) + " (n_seq_max of the speculative context)");
-  }
-}
-
-void TokenDrafter::take(Sequence& sequence, int32_t seq, Row row, bool first) {
+void TokenDrafter::take(Sequence& sequence, Row row, bool first) {
   auto& rows = sequence.rows;
-  if (rows.empty()) {
-    if (row.position != 0) {
-      throw InvalidInput("sequence " + std::to_string(seq) + " starts at position " +
-                         std::to_string(row.position) + "; a drafter must process all of it, from 0");
-    }
+  if (rows.empty() && offset_ == 1) {
     // Before the first token there is a state of zeros.
     const std::vector<float> zeros(static_cast<size_t>(spec_->n_state()), 0.0F);
-    if (offset_ == 1) rows.push_back(Row{-1, -1, zeros, true});
-  } else {
-    if (first && row.position > rows.front().position && row.position <= rows.back().position) {
-      // The caller took entries back.
-      rows.resize(static_cast<size_t>(row.position - rows.front().position));
-    }
-    if (row.position != rows.back().position + 1) {
-      throw InvalidInput("sequence " + std::to_string(seq) + " goes on at position " +
-                         std::to_string(rows.back().position + 1) + ", not " + std::to_string(row.position) +
-                         "; a drafter must process every batch, or be reset and process all of the sequence");
-    }
-    if (rows.size() == 1 && row.token == sequence.seed) {
-      // The draft has decoded this pair.
-      rows.clear();
-    }
+    rows.push_back(Row{-1, -1, zeros, true});
+  } else if (!rows.empty()) {
+    rows.resize(static_cast<size_t>(row.position - rows.front().position));
+    // The draft has decoded this pair.
+    if (rows.size() == 1 && row.token == sequence.seed) rows.clear();
     sequence.seed = -1;
   }
   if (first) sequence.batch_start = rows.size();
@@ -85,27 +67,17 @@ void TokenDrafter::take(Sequence& sequence, int32_t seq, Row row, bool first) {
 
 void TokenDrafter::process(const Batch& batch, const float* states, const Poll& poll) {
   const auto held = lock();
-  if (!batch.has_tokens() || batch.has_embeddings()) {
-    throw InvalidInput("the drafter needs token ids; this batch holds embeddings");
+  const auto entries = entries_by_sequence(batch);
+  for (const auto& [seq, rows] : entries) {
+    spec_->check_sequence(seq);
+    check_start(sequences_[seq], seq, batch.positions()[rows.front()]);
+    check_contiguous(batch, rows);
   }
-  const int32_t n_vocab = spec_->context()->model()->vocab().size();
-  std::map<int32_t, std::vector<int32_t>> entries;
-  for (int32_t row = 0; row < batch.size(); ++row) {
-    for (const int32_t seq : batch.sequences()[row]) {
-      check_sequence(seq);
-      entries[seq].push_back(row);
-    }
-    if (batch.tokens()[row] >= n_vocab) {
-      throw InvalidInput("token " + std::to_string(batch.tokens()[row]) +
-                         " is outside of the draft's vocabulary of " + std::to_string(n_vocab));
-    }
-  }
+  for (const int32_t token : batch.tokens()) spec_->context()->model()->vocab().check(token);
   const auto width = static_cast<size_t>(spec_->n_features());
-  for (auto& [seq, rows] : entries) {
+  for (const auto& [seq, rows] : entries) {
     auto& sequence = sequences_[seq];
     if (sequence.rows.size() > kMostWaiting) flush(seq, sequence, poll);
-    std::stable_sort(rows.begin(), rows.end(),
-                     [&](int32_t a, int32_t b) { return batch.positions()[a] < batch.positions()[b]; });
     bool first = true;
     for (const int32_t row : rows) {
       Row taken{batch.positions()[row], batch.tokens()[row], {}, spec_->kind() != DraftKind::eagle3};
@@ -113,7 +85,7 @@ void TokenDrafter::process(const Batch& batch, const float* states, const Poll& 
         const float* values = states + static_cast<size_t>(row) * width;
         taken.state.assign(values, values + width);
       }
-      take(sequence, seq, std::move(taken), first);
+      take(sequence, std::move(taken), first);
       first = false;
     }
   }
@@ -121,20 +93,18 @@ void TokenDrafter::process(const Batch& batch, const float* states, const Poll& 
 
 void TokenDrafter::accept(int32_t seq, int32_t n) {
   const auto held = lock();
-  check_sequence(seq);
+  spec_->check_sequence(seq);
   auto& sequence = sequences_[seq];
   const size_t last = sequence.rows.size() - sequence.batch_start;
   if (sequence.rows.empty() || n < 0 || static_cast<size_t>(n) >= last) {
-    throw InvalidInput(
-        "sequence " + std::to_string(seq) + " had " + std::to_string(sequence.rows.empty() ? 0 : last) +
-        " entries in the last batch; the first and " + std::to_string(n) + " more cannot stand");
+    throw_wrong_accept(seq, n, sequence.rows.empty() ? 0 : last);
   }
   sequence.rows.resize(sequence.batch_start + static_cast<size_t>(n) + 1);
 }
 
 void TokenDrafter::reset(int32_t seq) {
   const auto held = lock();
-  check_sequence(seq);
+  spec_->check_sequence(seq);
   sequences_[seq] = Sequence();
   spec_->context()->memory_remove(seq, -1, -1);
 }
@@ -195,30 +165,16 @@ void TokenDrafter::flush(int32_t seq, Sequence& sequence, const Poll& poll) {
   sequence.seed = -1;
 }
 
-/// Takes the next token of a draft from a row of logits. Returns whether the draft goes on.
-bool TokenDrafter::choose(Live& one, int32_t row) {
+/// Takes the next token of a draft from the logits of its last pair. Returns whether the draft goes on.
+bool TokenDrafter::take_choice(Live& one) {
   const auto& context = *spec_->context();
-  const float* logits = context.output_logits(row);
-  const int32_t n_vocab = context.model()->vocab().size();
   const auto& target_vocab = spec_->target()->model()->vocab();
-  auto [token, prob] = most_likely(logits, n_vocab);
-  std::vector<float> distribution;
-  if (settings_.temperature > 0) {
-    distribution.resize(static_cast<size_t>(n_vocab));
-    softmax(logits, n_vocab, settings_.temperature, distribution.data());
-    const auto length = static_cast<uint32_t>(one.draft->tokens.size());
-    std::seed_seq keys{settings_.seed, static_cast<uint32_t>(one.request->seq),
-                       static_cast<uint32_t>(one.request->position) + length};
-    std::mt19937 random(keys);
-    token = draw(distribution.data(), n_vocab, std::uniform_real_distribution<double>()(random));
-    prob = distribution[token];
-  }
-  if (prob < settings_.p_min || token >= target_vocab.size()) return false;
-  one.draft->tokens.push_back(token);
-  one.draft->probs.push_back(prob);
-  one.draft->distributions.insert(one.draft->distributions.end(), distribution.begin(), distribution.end());
+  const Choice choice = choose(context.output_logits(one.row), context.model()->vocab().size(), settings_,
+                               *one.request, one.draft->tokens.size());
+  if (choice.prob < settings_.p_min || choice.token >= target_vocab.size()) return false;
+  append(*one.draft, choice);
   return static_cast<int32_t>(one.draft->tokens.size()) < one.limit &&
-         !target_vocab.is_end_of_generation(token);
+         !target_vocab.is_end_of_generation(choice.token);
 }
 
 /// One decode for all drafts that go on, with the token that each drafted last.
@@ -260,7 +216,7 @@ std::vector<Draft> TokenDrafter::draft(const std::vector<DraftRequest>& requests
   size_t n_pairs = 0;
   for (size_t i = 0; i < requests.size(); ++i) {
     const auto& request = requests[i];
-    check_sequence(request.seq);
+    spec_->check_sequence(request.seq);
     auto& sequence = sequences_[request.seq];
     if (std::find(drafting.begin(), drafting.end(), &sequence) != drafting.end()) {
       throw InvalidInput("sequence " + std::to_string(request.seq) + " is asked for twice");
@@ -268,9 +224,7 @@ std::vector<Draft> TokenDrafter::draft(const std::vector<DraftRequest>& requests
     context.model()->vocab().check(request.last_token);
     const int32_t next = sequence.rows.empty() ? 0 : sequence.rows.back().position + 1;
     if (request.position != next || next == 0) {
-      throw InvalidInput("sequence " + std::to_string(request.seq) + ": the last token must be at position " +
-                         std::to_string(next) + ", after what was processed, not " +
-                         std::to_string(request.position));
+      throw_wrong_position(request, next);
     }
     const int32_t position = sequence.rows.back().position + offset_;
     const int32_t room = static_cast<int32_t>(context.n_ctx_seq()) - position;
@@ -309,7 +263,7 @@ std::vector<Draft> TokenDrafter::draft(const std::vector<DraftRequest>& requests
     for (int32_t head = 1;; ++head) {
       bool any = false;
       for (Live& one : live) {
-        one.going = one.going && choose(one, one.row);
+        one.going = one.going && take_choice(one);
         any = any || one.going;
       }
       if (!any) break;

@@ -2,21 +2,12 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "draft/drafter.hpp"
 #include "draft/speculative_context.hpp"
 
 namespace llamatap {
-
-struct DraftSettings {
-  int32_t n_max = 4;      // tokens of a draft at most
-  int32_t n_min = 0;      // shorter ones are given up
-  float p_min = 0;        // a draft ends before a token that is less likely
-  float temperature = 0;  // 0: the most likely token; else drawn from softmax(logits / temperature)
-  uint32_t seed = 0;      // of the draws
-};
 
 /// Drafts token by token: with a plain model, an EAGLE-3 block or MTP blocks, all sequences in one decode a
 /// step.
@@ -49,22 +40,20 @@ class TokenDrafter : public Drafter {
   };
   struct Live;
 
-  std::unique_lock<std::mutex> lock();
-  void check_sequence(int32_t seq) const;
   int32_t decoded(const Sequence& sequence) const { return sequence.rows.front().position + offset_; }
-  void take(Sequence& sequence, int32_t seq, Row row, bool first);
+  void check_start(const Sequence& sequence, int32_t seq, int32_t first) const;
+  void take(Sequence& sequence, Row row, bool first);
   void encode(const std::vector<Sequence*>& sequences);
   void flush(int32_t seq, Sequence& sequence, const Poll& poll);
   Batch empty_batch() const;
   void add(Batch& batch, int32_t token, const float* state, int32_t position, int32_t seq, bool output) const;
   void step(std::vector<Live>& live, const Poll& poll);
-  bool choose(Live& one, int32_t row);
+  bool take_choice(Live& one);
 
   std::shared_ptr<SpeculativeContext> spec_;
   DraftSettings settings_;
   int32_t offset_;
   std::vector<Sequence> sequences_;
-  std::mutex mutex_;
 };
 
 }  // namespace llamatap

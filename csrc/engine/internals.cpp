@@ -155,6 +155,8 @@ DraftTraits draft_traits(const llama_model* model) {
   traits.n_embedding = model->tok_embd == nullptr ? 0 : static_cast<int32_t>(model->tok_embd->ne[0]);
   traits.n_embedding_rows = rows(model->tok_embd);
   traits.n_head_rows = rows(model->output);
+  traits.has_markov = model->dspark_markov_w1 != nullptr;
+  traits.has_confidence = model->dspark_conf_proj != nullptr;
   traits.has_selector = llama_model_dflash_selector_top_k(model) > 0;
   if (model->d2t != nullptr) {
     if (model->d2t->type != GGML_TYPE_I64) {

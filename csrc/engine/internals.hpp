@@ -64,9 +64,11 @@ struct DraftTraits {
   int32_t n_embd_out = 0;              // width of the states of MTP blocks
   int32_t n_embedding = 0;             // width and rows of its token embedding; 0: it uses the target's
   int32_t n_embedding_rows = 0;
-  int32_t n_head_rows = 0;    // rows of its output head; 0: it uses the target's
-  bool has_selector = false;  // DFlash2
-  std::vector<int64_t> d2t;   // the target's token of each row of its head; empty: the same
+  int32_t n_head_rows = 0;      // rows of its output head; 0: it uses the target's
+  bool has_selector = false;    // DFlash2
+  bool has_markov = false;      // DSpark
+  bool has_confidence = false;  // DSpark
+  std::vector<int64_t> d2t;     // the target's token of each row of its head; empty: the same
 };
 
 DraftTraits draft_traits(const llama_model* model);

@@ -111,6 +111,7 @@ bool Vocab::adds_bos() const { return llama_vocab_get_add_bos(vocab_); }
 bool Vocab::adds_eos() const { return llama_vocab_get_add_eos(vocab_); }
 std::optional<int32_t> Vocab::bos() const { return token_or_none(llama_vocab_bos(vocab_)); }
 std::optional<int32_t> Vocab::eos() const { return token_or_none(llama_vocab_eos(vocab_)); }
+std::optional<int32_t> Vocab::mask() const { return token_or_none(llama_vocab_mask(vocab_)); }
 std::optional<int32_t> Vocab::eot() const { return token_or_none(llama_vocab_eot(vocab_)); }
 
 std::string Vocab::text(int32_t token) const {

@@ -30,6 +30,7 @@ class Vocab {
   std::optional<int32_t> bos() const;
   std::optional<int32_t> eos() const;
   std::optional<int32_t> eot() const;
+  std::optional<int32_t> mask() const;
   /// The text of a token as the file spells it.
   std::string text(int32_t token) const;
   /// Throws InvalidInput unless 0 <= token < size().

@@ -7,6 +7,7 @@ from llamatap.context import Batch, Context, Memory, Tap
 from llamatap.draft_length import DraftLength
 from llamatap.drafters import (
     CallableDrafter,
+    DFlashDrafter,
     Draft,
     Drafter,
     DrafterChain,
@@ -15,6 +16,7 @@ from llamatap.drafters import (
     ModelDrafter,
     MtpDrafter,
     NGramDrafter,
+    load_drafter,
 )
 from llamatap.errors import (
     BusyError,
@@ -46,6 +48,7 @@ __all__ = [
     "ClosedError",
     "Context",
     "ContextFullError",
+    "DFlashDrafter",
     "Draft",
     "DraftLength",
     "DraftOutput",
@@ -80,5 +83,6 @@ __all__ = [
     "build_config",
     "extract",
     "generate",
+    "load_drafter",
     "probe",
 ]

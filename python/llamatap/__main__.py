@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from llamatap.errors import Error, InvalidInputError
 from llamatap.layers import CONVENTIONS, LayerId
@@ -91,6 +92,29 @@ def _parser() -> argparse.ArgumentParser:
     extract.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.safetensors")
     extract.set_defaults(run=_extract)
 
+    generate = commands.add_parser("generate", help="continue a prompt, with a drafter or without")
+    generate.add_argument("model", type=Path, help="a GGUF file")
+    text = generate.add_mutually_exclusive_group(required=True)
+    text.add_argument("--prompt", help="the text to continue")
+    text.add_argument("--file", type=Path, help="a UTF-8 file that holds it; - for stdin")
+    text.add_argument("--chat", metavar="TEXT", help="a user's turn, put into the chat template")
+    generate.add_argument(
+        "--drafter",
+        metavar="FILE",
+        help="an EAGLE-3, MTP or DFlash file or a smaller model; ngram; or mtp for the model's own blocks",
+    )
+    generate.add_argument("--n-max", default="4", help="tokens of a draft, or auto (default: 4)")
+    generate.add_argument("--p-min", type=float, default=0.0, help="end a draft before less likely tokens")
+    generate.add_argument("-n", "--max-tokens", type=int, default=128)
+    generate.add_argument("--temperature", type=float, default=0.0)
+    generate.add_argument("--top-k", type=int, default=0)
+    generate.add_argument("--top-p", type=float, default=1.0)
+    generate.add_argument("--seed", type=int)
+    generate.add_argument("--stop", action="append", default=[], help="a string that ends the text")
+    generate.add_argument("--gpu-layers", type=int, default=0, help="layers on the GPU; -1 for all")
+    generate.add_argument("--stats", action="store_true", help="print what drafting did, to stderr")
+    generate.set_defaults(run=_generate)
+
     fetch = commands.add_parser("fetch", help="bring a small model into the cache folder")
     fetch.add_argument("name", help="smollm2")
     fetch.set_defaults(run=_fetch)
@@ -170,6 +194,14 @@ def _info(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _read_text(path: Path) -> str:
+    data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"{path} is not UTF-8: {error}") from error
+
+
 def _extract(arguments: argparse.Namespace) -> int:
     from llamatap import Extractor, Model
     from llamatap.layers import translate
@@ -181,12 +213,7 @@ def _extract(arguments: argparse.Namespace) -> int:
         if arguments.chat is not None:
             prompt = model.apply_chat_template([{"role": "user", "content": arguments.chat}])
         elif arguments.file is not None:
-            stdin = str(arguments.file) == "-"
-            data = sys.stdin.buffer.read() if stdin else arguments.file.read_bytes()
-            try:
-                prompt = data.decode()
-            except UnicodeDecodeError as error:
-                raise InvalidInputError(f"{arguments.file} is not UTF-8: {error}") from error
+            prompt = _read_text(arguments.file)
         elif arguments.tokens is not None:
             try:
                 prompt = [int(item) for item in arguments.tokens.split(",")]
@@ -216,6 +243,70 @@ def _extract(arguments: argparse.Namespace) -> int:
         f"{arguments.output}: hidden_states {states.array.shape} {arguments.dtype}, "
         f"layers {list(states.layers)}, {len(states)} tokens, {seconds:.2f} s"
     )
+    return 0
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from llamatap import Generation, Model, NGramDrafter, generate, load_drafter
+    from llamatap.drafters import Drafter
+
+    n_max: int | Literal["auto"]
+    try:
+        n_max = "auto" if arguments.n_max == "auto" else int(arguments.n_max)
+    except ValueError:
+        raise InvalidInputError(f"--n-max: expected a number or auto, found {arguments.n_max!r}") from None
+    own_blocks = arguments.drafter == "mtp"
+    final: Generation | None = None
+    with Model(arguments.model, n_gpu_layers=arguments.gpu_layers, load_mtp=own_blocks) as model:
+        if arguments.chat is not None:
+            prompt = model.apply_chat_template([{"role": "user", "content": arguments.chat}])
+        else:
+            prompt = arguments.prompt if arguments.file is None else _read_text(arguments.file)
+        tokens = model.tokenize(prompt)
+        with model.context(n_ctx=len(tokens) + arguments.max_tokens) as context:
+            drafter: Drafter | None = None
+            if arguments.drafter == "ngram":
+                drafter = NGramDrafter(n_max=n_max)
+            elif arguments.drafter is not None:
+                draft = model
+                if not own_blocks:
+                    draft = Model(arguments.drafter, n_gpu_layers=arguments.gpu_layers, load_mtp=True)
+                drafter = load_drafter(context, draft, n_max=n_max, p_min=arguments.p_min)
+            for event in generate(
+                context,
+                tokens,
+                drafter,
+                max_tokens=arguments.max_tokens,
+                temperature=arguments.temperature,
+                top_k=arguments.top_k,
+                top_p=arguments.top_p,
+                seed=arguments.seed,
+                stop=arguments.stop,
+                stream=True,
+            ):
+                print(event.text, end="", flush=True)
+                final = event.final or final
+    print(flush=True)
+    if arguments.stats and final is not None:
+        stats = final.stats
+        seconds = stats.target_seconds + stats.draft_seconds + stats.sampling_seconds
+        by_position = " ".join(f"{share:.2f}" for share in stats.acceptance_by_position)
+        for label, value in (
+            ("prompt", f"{stats.prompt_tokens} tokens"),
+            (
+                "generated",
+                f"{stats.tokens} tokens ({final.finish_reason}), {stats.tokens / seconds:.1f} a second",
+            ),
+            ("rounds", f"{stats.rounds}, {stats.tokens_per_round:.2f} tokens each"),
+            ("drafted", f"{stats.drafted} tokens, {stats.accepted} accepted"),
+            ("by position", by_position or "-"),
+            (
+                "seconds",
+                f"target {stats.target_seconds:.3f}, draft {stats.draft_seconds:.3f}, "
+                f"sampling {stats.sampling_seconds:.3f}",
+            ),
+        ):
+            print(f"{label:>12}  {value}", file=sys.stderr)
     return 0
 
 

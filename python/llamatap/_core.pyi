@@ -14,18 +14,18 @@ __all__: list[str] = [
     "Drafter",
     "LayerMap",
     "Model",
-    "NGramDrafter",
     "Sampler",
     "SpeculativeContext",
-    "TokenDrafter",
     "allocate",
     "build_info",
     "cpu_features",
     "devices",
     "drain_log",
     "load_backends",
+    "ngram_drafter",
     "read_metadata",
     "shut_down",
+    "speculative_drafter",
     "verify",
 ]
 
@@ -434,36 +434,6 @@ class Drafter:
     def process(self, batch: Batch, states: numpy.typing.NDArray[numpy.float32] | None = None) -> None: ...
     def reset(self, seq: typing.SupportsInt | typing.SupportsIndex) -> None: ...
 
-class TokenDrafter(Drafter):
-    """
-    Drafts token by token with a draft context.
-    """
-    def __init__(
-        self,
-        spec: SpeculativeContext,
-        *,
-        n_max: typing.SupportsInt | typing.SupportsIndex,
-        n_min: typing.SupportsInt | typing.SupportsIndex,
-        p_min: typing.SupportsFloat | typing.SupportsIndex,
-        temperature: typing.SupportsFloat | typing.SupportsIndex,
-        seed: typing.SupportsInt | typing.SupportsIndex,
-    ) -> None: ...
-    def __reduce__(self) -> typing.Any: ...
-
-class NGramDrafter(Drafter):
-    """
-    Drafts what followed the same tokens before.
-    """
-    def __init__(
-        self,
-        *,
-        n_longest: typing.SupportsInt | typing.SupportsIndex,
-        n_shortest: typing.SupportsInt | typing.SupportsIndex,
-        n_max: typing.SupportsInt | typing.SupportsIndex,
-        n_min: typing.SupportsInt | typing.SupportsIndex,
-    ) -> None: ...
-    def __reduce__(self) -> typing.Any: ...
-
 def allocate(
     shape: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], dtype: str
 ) -> numpy.ndarray[typing.Any, numpy.dtype[typing.Any]]:
@@ -496,6 +466,17 @@ def load_backends(folder: str) -> None:
     Load the engine's back ends from a folder, once for the process.
     """
 
+def ngram_drafter(
+    *,
+    n_longest: typing.SupportsInt | typing.SupportsIndex,
+    n_shortest: typing.SupportsInt | typing.SupportsIndex,
+    n_max: typing.SupportsInt | typing.SupportsIndex,
+    n_min: typing.SupportsInt | typing.SupportsIndex,
+) -> Drafter:
+    """
+    Drafts what followed the same tokens before.
+    """
+
 def read_metadata(
     path: bytes,
 ) -> dict[str, bool | int | int | float | str | list[bool] | list[int] | list[int] | list[float] | list[str]]:
@@ -506,6 +487,19 @@ def read_metadata(
 def shut_down() -> None:
     """
     Stop all running work and refuse new: for the interpreter's exit.
+    """
+
+def speculative_drafter(
+    spec: SpeculativeContext,
+    *,
+    n_max: typing.SupportsInt | typing.SupportsIndex,
+    n_min: typing.SupportsInt | typing.SupportsIndex,
+    p_min: typing.SupportsFloat | typing.SupportsIndex,
+    temperature: typing.SupportsFloat | typing.SupportsIndex,
+    seed: typing.SupportsInt | typing.SupportsIndex,
+) -> Drafter:
+    """
+    What drafts with a draft context: token by token, or a block.
     """
 
 def verify(

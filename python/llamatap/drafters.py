@@ -22,6 +22,7 @@ from llamatap.speculative import SpeculativeContext
 
 __all__ = [
     "CallableDrafter",
+    "DFlashDrafter",
     "Draft",
     "DraftRequest",
     "Drafter",
@@ -30,6 +31,7 @@ __all__ = [
     "ModelDrafter",
     "MtpDrafter",
     "NGramDrafter",
+    "load_drafter",
 ]
 
 #: The longest draft that ``n_max="auto"`` considers.
@@ -165,7 +167,7 @@ class NGramDrafter(_Native):
         n_max: int | Literal["auto"] = 8,
         n_min: int = 1,
     ) -> None:
-        core = _core.NGramDrafter(
+        core = _core.ngram_drafter(
             n_longest=integer("n_longest", n_longest, 1, 64),
             n_shortest=integer("n_shortest", n_shortest, 1, 64),
             n_max=_longest(n_max),
@@ -204,7 +206,7 @@ class _Speculative(_Native):
         heat = number("temperature", temperature)
         if not 0 <= heat < float("inf"):
             raise InvalidInputError(f"temperature must be finite and not negative, not {temperature}")
-        core = _core.TokenDrafter(
+        core = _core.speculative_drafter(
             spec.core,
             n_max=_longest(n_max),
             n_min=integer("n_min", n_min, 0),
@@ -261,6 +263,23 @@ class MtpDrafter(_Speculative):
     """
 
     _kinds = ("mtp",)
+
+
+class DFlashDrafter(_Speculative):
+    """Drafts with a DFlash or DSpark file: a block of tokens in one decode, that sees features of the target
+    (https://arxiv.org/abs/2602.06036).
+
+    :param spec: a draft context of a ``dflash`` file.
+    :param n_max: the most tokens of a draft, or "auto"; the file's block holds ``spec.block_size`` places.
+    :param n_min: shorter drafts are given up.
+    :param p_min: a draft ends before a token that the drafter finds less likely than this; with DSpark, than
+        its confidence head does.
+    :param temperature: as of :class:`Eagle3Drafter`.
+    :param seed: of the draws.
+    :raises InvalidInputError: a number is out of range, or a file of another kind.
+    """
+
+    _kinds = ("dflash",)
 
 
 class ModelDrafter(_Speculative):
@@ -400,6 +419,39 @@ class CallableDrafter(Drafter):
     def reset(self, seq: int) -> None:
         self._texts.pop(seq, None)
         self._starts.pop(seq, None)
+
+
+_BY_KIND: dict[str, type[_Speculative]] = {
+    "eagle3": Eagle3Drafter,
+    "mtp": MtpDrafter,
+    "dflash": DFlashDrafter,
+}
+
+
+def load_drafter(
+    context: Context,
+    draft: str | os.PathLike[str] | Model | SpeculativeContext,
+    *,
+    n_max: int | Literal["auto"] = 4,
+    n_min: int = 0,
+    p_min: float = 0.0,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> Drafter:
+    """The drafter for a file, whatever its kind: an :class:`Eagle3Drafter`, :class:`MtpDrafter`,
+    :class:`DFlashDrafter` or :class:`ModelDrafter`, with what these take.
+
+    :raises InvalidInputError: the file does not fit the context's model, or a number is out of range.
+    :raises ModelLoadError: the file cannot be loaded.
+    """
+    spec = draft if isinstance(draft, SpeculativeContext) else SpeculativeContext(context, draft)
+    if spec.kind == "model":
+        return ModelDrafter(
+            context, spec, n_max=n_max, n_min=n_min, p_min=p_min, temperature=temperature, seed=seed
+        )
+    return _BY_KIND[spec.kind](
+        spec, n_max=n_max, n_min=n_min, p_min=p_min, temperature=temperature, seed=seed
+    )
 
 
 def as_drafter(drafter: object) -> Drafter | None:

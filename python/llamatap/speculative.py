@@ -248,7 +248,7 @@ class SpeculativeContext(NotCopied):
         logits: bool = False,
         head: int = 0,
     ) -> DraftOutput:
-        """One decode of pairs; they enter the draft's memory.
+        """One decode of pairs; they enter the draft's memory. None at all is nothing to do.
 
         :param tokens: int ``(n,)``.
         :param states: float32 ``(n, n_state)``; None for a plain model.

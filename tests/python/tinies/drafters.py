@@ -59,7 +59,13 @@ BYTES = Vocabulary(("<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in rang
 
 
 def write_file(
-    path: Path, arch: str, keys: Mapping[str, Value], tensors: Tensors, vocabulary: Vocabulary = BYTES
+    path: Path,
+    arch: str,
+    keys: Mapping[str, Value],
+    tensors: Tensors,
+    vocabulary: Vocabulary = BYTES,
+    *,
+    mask: int | None = None,
 ) -> Path:
     """Write a GGUF file; keys are the architecture's, without its name in front."""
     writer = gguf.GGUFWriter(path, arch)
@@ -67,6 +73,8 @@ def write_file(
     for key, value in {**keys, "vocab_size": len(vocabulary.tokens)}.items():
         _add(writer, f"{arch}.{key}", value)
     vocabulary.add_to(writer)
+    if mask is not None:
+        writer.add_mask_token_id(mask)
     for name, values in tensors.items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()

@@ -1,0 +1,184 @@
+#include "draft/block_drafter.hpp"
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "engine/error.hpp"
+
+namespace llamatap {
+
+namespace {
+
+// Positions that wait for a draft before their features are injected without one.
+constexpr int32_t kMostWaiting = 512;
+
+}  // namespace
+
+BlockDrafter::BlockDrafter(std::shared_ptr<SpeculativeContext> spec, const DraftSettings& settings)
+    : spec_(std::move(spec)), settings_(settings), sequences_(spec_->context()->options().n_seq_max) {
+  if (settings_.n_max < 1) throw InvalidInput("n_max must be at least 1");
+  if (settings_.p_min > 0 && spec_->block().chained && !spec_->block().has_confidence) {
+    throw InvalidInput("the DSpark file has no confidence head, so p_min must be 0");
+  }
+  const auto& block = spec_->block();
+  settings_.n_max = std::min(settings_.n_max, block.size - block.first_slot);
+}
+
+int32_t BlockDrafter::waiting(const Sequence& sequence) const {
+  return static_cast<int32_t>(sequence.features.size() / static_cast<size_t>(spec_->n_features()));
+}
+
+void BlockDrafter::process(const Batch& batch, const float* states, const Poll& poll) {
+  const auto held = lock();
+  const auto entries = entries_by_sequence(batch);
+  const auto width = static_cast<size_t>(spec_->n_features());
+  for (const auto& [seq, rows] : entries) {
+    spec_->check_sequence(seq);
+    check_contiguous(batch, rows);
+    const auto& sequence = sequences_[seq];
+    const int32_t first = batch.positions()[rows.front()];
+    if (first > sequence.injected + waiting(sequence) || first < sequence.injected) {
+      throw InvalidInput("sequence " + std::to_string(seq) + " goes on at position " +
+                         std::to_string(sequence.injected + waiting(sequence)) + ", not " +
+                         std::to_string(first) + "; a drafter must process every batch, from position 0");
+    }
+  }
+  for (const auto& [seq, rows] : entries) {
+    auto& sequence = sequences_[seq];
+    const int32_t first = batch.positions()[rows.front()];
+    sequence.features.resize(static_cast<size_t>(first - sequence.injected) * width);
+    if (waiting(sequence) > kMostWaiting) inject({seq}, poll);
+    sequence.batch_start = first;
+    for (const int32_t row : rows) {
+      const float* values = states + static_cast<size_t>(row) * width;
+      sequence.features.insert(sequence.features.end(), values, values + width);
+    }
+  }
+}
+
+void BlockDrafter::accept(int32_t seq, int32_t n) {
+  const auto held = lock();
+  spec_->check_sequence(seq);
+  auto& sequence = sequences_[seq];
+  const int32_t last = sequence.injected + waiting(sequence) - sequence.batch_start;
+  if (n < 0 || n >= last) throw_wrong_accept(seq, n, static_cast<size_t>(std::max(last, 0)));
+  const auto stand = static_cast<size_t>(sequence.batch_start + n + 1 - sequence.injected);
+  sequence.features.resize(stand * static_cast<size_t>(spec_->n_features()));
+}
+
+void BlockDrafter::reset(int32_t seq) {
+  const auto held = lock();
+  spec_->check_sequence(seq);
+  sequences_[seq] = Sequence();
+  spec_->context()->memory_remove(seq, -1, -1);
+}
+
+/// Brings the features that wait into the memory, in the place of any block.
+void BlockDrafter::inject(const std::vector<int32_t>& seqs, const Poll& poll) {
+  auto& context = *spec_->context();
+  const auto width = static_cast<size_t>(spec_->n_features());
+  Batch batch(spec_->n_features());
+  std::vector<int32_t> counts(sequences_.size(), 0);
+  const auto flush = [&] {
+    if (batch.size() == 0) return;
+    context.decode(batch, nullptr, poll);
+    for (const int32_t seq : seqs) {
+      auto& sequence = sequences_[seq];
+      const auto values = static_cast<std::ptrdiff_t>(static_cast<size_t>(counts[seq]) * width);
+      sequence.features.erase(sequence.features.begin(), sequence.features.begin() + values);
+      sequence.injected += counts[seq];
+      counts[seq] = 0;
+    }
+    batch.clear();
+  };
+  for (const int32_t seq : seqs) {
+    context.memory_remove(seq, sequences_[seq].injected, -1);
+    while (waiting(sequences_[seq]) > counts[seq]) {
+      const auto& sequence = sequences_[seq];
+      const float* values = sequence.features.data() + static_cast<size_t>(counts[seq]) * width;
+      batch.add_embedding(values, sequence.injected + counts[seq], {seq}, false);
+      ++counts[seq];
+      // Without causal attention the engine takes no more at once.
+      if (batch.size() == static_cast<int32_t>(context.n_ubatch())) flush();
+    }
+  }
+  flush();
+}
+
+void BlockDrafter::read_block(const DraftRequest& request, int32_t first_row, int32_t limit,
+                              Draft& draft) const {
+  const auto& context = *spec_->context();
+  const auto& vocab = spec_->target()->model()->vocab();
+  const auto& block = spec_->block();
+  for (int32_t i = 0; i < limit; ++i) {
+    const int32_t row = first_row + block.first_slot + i;
+    const Choice choice = choose(context.output_logits(row), context.model()->vocab().size(), settings_,
+                                 request, static_cast<size_t>(i));
+    const float sure =
+        block.chained && block.has_confidence && settings_.p_min > 0 ? *context.next_state(row) : choice.prob;
+    if (sure < settings_.p_min) return;
+    append(draft, choice);
+    if (vocab.is_end_of_generation(choice.token)) return;
+  }
+}
+
+std::vector<Draft> BlockDrafter::draft(const std::vector<DraftRequest>& requests, const Poll& poll) {
+  const auto held = lock();
+  auto& context = *spec_->context();
+  const auto& block = spec_->block();
+  std::vector<Draft> drafts(requests.size());
+  std::vector<int32_t> seqs;
+  std::vector<size_t> asked;
+  std::set<int32_t> seen;
+  int32_t longest = 0;
+  std::vector<int32_t> limits(requests.size(), 0);
+  for (size_t i = 0; i < requests.size(); ++i) {
+    const auto& request = requests[i];
+    spec_->check_sequence(request.seq);
+    if (!seen.insert(request.seq).second) {
+      throw InvalidInput("sequence " + std::to_string(request.seq) + " is asked for twice");
+    }
+    context.model()->vocab().check(request.last_token);
+    const auto& sequence = sequences_[request.seq];
+    const int32_t next = sequence.injected + waiting(sequence);
+    if (request.position != next || next == 0) throw_wrong_position(request, next);
+    const int32_t room = static_cast<int32_t>(context.n_ctx_seq()) - next - block.first_slot;
+    limits[i] = std::min({settings_.n_max, request.n_max, room});
+    if (limits[i] < 1 || limits[i] < settings_.n_min) continue;
+    longest = std::max(longest, limits[i]);
+    asked.push_back(i);
+    seqs.push_back(request.seq);
+  }
+  if (asked.empty()) return drafts;
+  inject(seqs, poll);
+  // Blocks of one decode are of one length, which some heads need.
+  const int32_t length = longest + block.first_slot;
+  const auto together = std::max<size_t>(1, context.n_ubatch() / static_cast<uint32_t>(length));
+  try {
+    for (size_t begin = 0; begin < asked.size(); begin += together) {
+      const size_t end = std::min(asked.size(), begin + together);
+      Batch batch;
+      for (size_t k = begin; k < end; ++k) {
+        const auto& request = requests[asked[k]];
+        for (int32_t i = 0; i < length; ++i) {
+          batch.add(i == 0 ? request.last_token : block.mask_token, request.position + i, {request.seq},
+                    true);
+        }
+      }
+      context.decode(batch, nullptr, poll);
+      for (size_t k = begin; k < end; ++k) {
+        read_block(requests[asked[k]], static_cast<int32_t>(k - begin) * length, limits[asked[k]],
+                   drafts[asked[k]]);
+      }
+    }
+  } catch (const ContextFull&) {
+    // What is there so far is a draft too.
+  }
+  for (Draft& draft : drafts) {
+    if (static_cast<int32_t>(draft.tokens.size()) < settings_.n_min) draft = Draft();
+  }
+  return drafts;
+}
+
+}  // namespace llamatap

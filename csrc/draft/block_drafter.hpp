@@ -1,0 +1,40 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "draft/drafter.hpp"
+#include "draft/speculative_context.hpp"
+
+namespace llamatap {
+
+/// Drafts a block of tokens in one decode: DFlash and DSpark. Its memory holds the target's features, at the
+/// positions of the target's tokens; a block of the last token and masks attends to them, and each of its
+/// places gives a token. Features enter the memory as late as possible, when it is known which of them stand.
+class BlockDrafter : public Drafter {
+ public:
+  BlockDrafter(std::shared_ptr<SpeculativeContext> spec, const DraftSettings& settings);
+
+  void process(const Batch& batch, const float* states, const Poll& poll) override;
+  std::vector<Draft> draft(const std::vector<DraftRequest>& requests, const Poll& poll) override;
+  void accept(int32_t seq, int32_t n) override;
+  void reset(int32_t seq) override;
+
+ private:
+  struct Sequence {
+    int32_t injected = 0;         // positions whose features are in the memory
+    std::vector<float> features;  // of those after them, [waiting, n_features]
+    int32_t batch_start = 0;      // the first position of the last batch
+  };
+
+  int32_t waiting(const Sequence& sequence) const;
+  void inject(const std::vector<int32_t>& seqs, const Poll& poll);
+  void read_block(const DraftRequest& request, int32_t first_row, int32_t limit, Draft& draft) const;
+
+  std::shared_ptr<SpeculativeContext> spec_;
+  DraftSettings settings_;
+  std::vector<Sequence> sequences_;
+};
+
+}  // namespace llamatap

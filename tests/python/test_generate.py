@@ -1,0 +1,277 @@
+"""Generation without a drafter: the tokens of a loop by hand, however many prompts there are at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from generating import EXACT, SAMPLING, Noting, by_hand, is_empty, log_softmax, ragged, scripted, seed_of
+from tinies import rigged
+from tinies.rigged import cycle
+from tiny import TinyQwen3
+
+import llamatap as lt
+
+F = cycle()
+#: Shorter and longer than an ubatch of 16, and than a batch of 32.
+LENGTHS = (9, 1, 40, 16, 23, 71, 2)
+CUT = {"n_ubatch": 16, "n_batch": 32}
+SEED = 2**32 - 5  # the seeds of later prompts go round
+
+
+@pytest.fixture(scope="module")
+def rigged_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lt.Model]:
+    with lt.Model(rigged.write_rigged_model(tmp_path_factory.mktemp("rigged") / "rigged.gguf", F)) as model:
+        yield model
+
+
+def tokens_of(found: Iterator[lt.Generation]) -> list[list[int]]:
+    return [one.tokens.tolist() for one in found]
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_one_prompt_is_what_a_loop_by_hand_gives(
+    sampling: str, tiny_model: lt.Model, rng: np.random.Generator
+) -> None:
+    """The seed of the first prompt is the seed that is given."""
+    (prompt,) = ragged(rng, tiny_model.n_vocab, [37])
+    expected = by_hand(tiny_model, prompt, 60, seed=11, **SAMPLING[sampling])
+    assert len(set(expected)) > 5
+    with tiny_model.context(n_ctx=256, **EXACT) as context:
+        (found,) = lt.generate(context, prompt, max_tokens=60, seed=11, ignore_eos=True, **SAMPLING[sampling])
+        assert is_empty(context)
+    assert found.tokens.tolist() == expected
+    assert found.tokens.dtype == np.int32
+    assert found.prompt.tolist() == prompt
+    assert (found.index, found.finish_reason) == (0, "length")
+    assert found.text == tiny_model.detokenize(found.tokens, skip_special=True)
+    assert (found.states, found.logprobs) == (None, None)
+    stats = found.stats
+    assert (stats.prompt_tokens, stats.tokens, stats.rounds, stats.drafted) == (37, 60, 59, 0)
+    assert stats.tokens_per_round == 1
+    assert np.isnan(stats.acceptance)
+    assert stats.acceptance_by_position == []
+    assert stats.target_seconds > 0
+    assert stats.sampling_seconds > 0
+
+
+@pytest.mark.parametrize("kv_unified", [True, False])
+@pytest.mark.parametrize("n_seq_max", [1, 2, 3, 7])
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_prompts_together_are_those_alone(
+    sampling: str, n_seq_max: int, kv_unified: bool, tiny_model: lt.Model, rng: np.random.Generator
+) -> None:
+    """With fewer sequences than prompts, some enter as others end: here each at its own time."""
+    prompts = ragged(rng, tiny_model.n_vocab, LENGTHS)
+    whole = [
+        by_hand(tiny_model, prompt, 30, seed=seed_of(SEED, i), **SAMPLING[sampling])
+        for i, prompt in enumerate(prompts)
+    ]
+    stops = {whole[0][4], whole[3][10], whole[4][7]}
+    expected = [
+        tokens[: next((i + 1 for i, token in enumerate(tokens) if token in stops), None)] for tokens in whole
+    ]
+    assert len({len(tokens) for tokens in expected}) > 3
+    options = {"n_ctx": 1024, "n_seq_max": n_seq_max, "kv_unified": kv_unified, **CUT, **EXACT}
+    with tiny_model.context(**options) as context:
+        for _ in range(2):
+            found = list(
+                lt.generate(
+                    context,
+                    prompts,
+                    max_tokens=30,
+                    seed=SEED,
+                    stop_tokens=stops,
+                    ignore_eos=True,
+                    **SAMPLING[sampling],
+                )
+            )
+            assert [one.index for one in found] == list(range(len(prompts)))
+            assert [one.prompt.tolist() for one in found] == prompts
+            assert [one.tokens.tolist() for one in found] == expected
+            assert is_empty(context)
+
+
+def test_heads_of_another_width_and_seeds(tmp_path: Path, rng: np.random.Generator) -> None:
+    with lt.Model(TinyQwen3().write(tmp_path / "qwen3.gguf")) as model:
+        prompts = ragged(rng, model.n_vocab, (12, 30))
+        options: dict[str, Any] = {"max_tokens": 25, "temperature": 1.0, "ignore_eos": True}
+        with model.context(n_ctx=256, n_seq_max=2, **EXACT) as context:
+            for seed in (0, 1, 2**32 - 2):
+                expected = [
+                    by_hand(model, prompt, 25, temperature=1.0, seed=seed_of(seed, i))
+                    for i, prompt in enumerate(prompts)
+                ]
+                assert tokens_of(lt.generate(context, prompts, seed=seed, **options)) == expected
+            # One prompt several times: each has numbers of its own. Without a seed all are new ones.
+            same = tokens_of(lt.generate(context, prompts[:1] * 4, seed=5, **options))
+            more = [tokens_of(lt.generate(context, prompts[0], **options))[0] for _ in range(4)]
+            assert len(set(map(tuple, same + more))) == 8
+
+
+def test_a_model_gets_a_context_of_its_own(rigged_model: lt.Model) -> None:
+    prompts = [[1, *range(3, 3 + length)] for length in (30, 5, 1, 50, 2, 9, 9, 9, 9, 9, 9, 9)]
+    found = list(lt.generate(rigged_model, prompts, max_tokens=5))
+    for prompt, one in zip(prompts, found, strict=True):
+        assert one.tokens.tolist() == list(range(prompt[-1] + 1, prompt[-1] + 6))
+    (alone,) = lt.generate(rigged_model, [1, 9], max_tokens=300)
+    assert len(alone.tokens) == 300
+    assert alone.finish_reason == "length"
+
+
+def test_prompts_may_be_text(rigged_model: lt.Model) -> None:
+    with rigged_model.context(n_ctx=256, n_seq_max=2, **EXACT) as context:
+        (found,) = lt.generate(context, "abc", max_tokens=4)
+        assert found.prompt.tolist() == rigged_model.tokenize("abc").tolist() == [1, 5, 6, 7]
+        assert found.text == "defg"
+        texts = [one.text for one in lt.generate(context, ["xyz", "m", [1, 40, 41]], max_tokens=3)]
+        assert texts == ["ABC", "nop", rigged_model.detokenize([42, 43, 44])]
+        (array,) = lt.generate(context, np.array([1, 5, 6, 7], np.int64), max_tokens=4)
+        assert array.text == "defg"
+
+
+def test_penalties_see_the_prompt(rigged_model: lt.Model) -> None:
+    """The logit of the next token is 8, of all others 0; in the prompt each token is there once."""
+    likely = F[12]
+    options: dict[str, Any] = {"max_tokens": 1, "ignore_eos": True}
+    for penalties, rest, expected in (
+        ({"presence_penalty": 7.9}, [likely, 12], likely),
+        ({"presence_penalty": 8.1}, [likely, 12], None),
+        ({"frequency_penalty": 4.1}, [likely, 12], likely),
+        ({"frequency_penalty": 4.1}, [likely, 20, likely, 12], None),
+        ({"presence_penalty": 8.1, "penalty_last_n": 3}, [likely, 20, 12], None),
+        ({"presence_penalty": 8.1, "penalty_last_n": 2}, [likely, 20, 12], likely),
+        ({"presence_penalty": 8.1, "penalty_last_n": 0}, [likely, 12], likely),
+    ):
+        (found,) = lt.generate(rigged_model, [1, *rest], **options, **penalties)
+        if expected is None:
+            assert found.tokens[0] not in rest, (penalties, rest)
+        else:
+            assert found.tokens.tolist() == [expected], (penalties, rest)
+
+
+def test_one_decode_serves_all(rigged_model: lt.Model) -> None:
+    """Of what a pass holds a drafter is told: one that drafts nothing."""
+    prompts = [[1, *range(3, 3 + length)] for length in (5, 2, 30, 11)]
+    with rigged_model.context(n_ctx=512, n_seq_max=3, **EXACT) as context:
+        noting = Noting()
+        found = list(lt.generate(context, prompts, noting, max_tokens=6))
+    assert [one.tokens.tolist() for one in found] == [
+        list(range(prompt[-1] + 1, prompt[-1] + 7)) for prompt in prompts
+    ]
+    first, *rounds = noting.batches[:6]
+    assert first == {0: 6, 1: 3, 2: 31}
+    assert rounds == [{0: 1, 1: 1, 2: 1}] * 5
+    last = noting.batches[6:]
+    assert [list(counts.values()) for counts in last] == [[12], [1], [1], [1], [1], [1]]
+    assert noting.texts == {}
+
+
+def test_prompts_wait_where_all_would_not_fit(rigged_model: lt.Model) -> None:
+    """Each may take 100 of 256 places: two at once, whatever sequence ids there are."""
+    prompts = [[1, *range(3, 63)] for _ in range(5)]
+    with rigged_model.context(n_ctx=256, n_seq_max=4, **EXACT) as context:
+        noting = Noting()
+        found = list(lt.generate(context, prompts, noting, max_tokens=39))
+        assert is_empty(context)
+    assert all(one.tokens.tolist() == found[0].tokens.tolist() for one in found)
+    assert [one.finish_reason for one in found] == ["length"] * 5
+    assert {len(counts) for counts in noting.batches[:39]} == {2}
+    assert max(len(counts) for counts in noting.batches) == 2
+
+
+def test_results_come_in_the_order_of_the_prompts(tmp_path: Path) -> None:
+    """The first prompt takes longest."""
+    table = cycle()
+    table[30] = 2
+    path = rigged.write_rigged_model(tmp_path / "ends.gguf", table)
+    with lt.Model(path) as model, model.context(n_ctx=512, n_seq_max=2, **EXACT) as context:
+        prompts = [[1, last] for last in (5, 29, 20, 30, 28)]
+        found = list(lt.generate(context, prompts, max_tokens=50))
+        assert [one.index for one in found] == [0, 1, 2, 3, 4]
+        for prompt, one in zip(prompts, found, strict=True):
+            assert one.tokens.tolist() == [*range(prompt[-1] + 1, 31), 2]
+            assert one.finish_reason == "stop"
+        # Those that are ready are given out before all are.
+        results = lt.generate(context, [[1, 30], [1, 5], [1, 5]], max_tokens=25)
+        assert next(results).tokens.tolist() == [2]
+        assert not is_empty(context)
+        assert [one.index for one in results] == [1, 2]
+        assert is_empty(context)
+
+
+def test_a_context_does_other_work_before_and_after(tiny_model: lt.Model, rng: np.random.Generator) -> None:
+    (prompt,) = ragged(rng, tiny_model.n_vocab, [20])
+    expected = by_hand(tiny_model, prompt, 10)
+    with tiny_model.context(n_ctx=256, n_seq_max=2, **EXACT) as context:
+        for _ in range(3):
+            states = lt.extract(context, [prompt, prompt[:7]], [-1])
+            assert (
+                tokens_of(lt.generate(context, [prompt, prompt], max_tokens=10, ignore_eos=True))
+                == [expected] * 2
+            )
+            again = lt.extract(context, [prompt, prompt[:7]], [-1])
+            assert np.array_equal(states[0].array, again[0].array)
+            context.decode(lt.Batch.of(prompt))
+            assert int(context.logits().argmax()) == expected[0]
+            context.memory.clear()
+
+
+def test_log_probabilities_are_those_of_a_fresh_prefill(
+    tiny_model: lt.Model, rng: np.random.Generator
+) -> None:
+    """Of the target's logits as they are: neither penalties nor temperature change them."""
+    prompts = ragged(rng, tiny_model.n_vocab, (25, 8))
+    with tiny_model.context(n_ctx=256, n_seq_max=2, **EXACT) as context:
+        found = list(
+            lt.generate(
+                context,
+                prompts,
+                max_tokens=12,
+                logprobs=5,
+                seed=3,
+                ignore_eos=True,
+                **SAMPLING["penalties"],
+            )
+        )
+    greedy = 0
+    for prompt, one in zip(prompts, found, strict=True):
+        text = [*prompt, *one.tokens.tolist()]
+        assert one.logprobs is not None
+        assert [entry.token for entry in one.logprobs] == one.tokens.tolist()
+        for i, entry in enumerate(one.logprobs):
+            with tiny_model.context(n_ctx=256, **EXACT) as context:
+                context.decode(lt.Batch.of(text[: len(prompt) + i]))
+                expected = log_softmax(context.logits())
+            assert entry.logprob == pytest.approx(expected[entry.token], abs=1e-4)
+            assert [token for token, _ in entry.top] == np.argsort(-expected)[:5].tolist()
+            values = [value for _, value in entry.top]
+            assert values == pytest.approx(np.sort(expected)[::-1][:5].tolist(), abs=1e-4)
+            assert values == sorted(values, reverse=True)
+            greedy += entry.token == entry.top[0][0]
+    assert greedy < 20  # of 24
+
+
+def test_log_probabilities_of_the_token_alone_or_of_all(tiny_model: lt.Model) -> None:
+    (alone,) = lt.generate(tiny_model, [1, 9], max_tokens=3, logprobs=0)
+    assert alone.logprobs is not None
+    assert [entry.top for entry in alone.logprobs] == [()] * 3
+    (every,) = lt.generate(tiny_model, [1, 9], max_tokens=3, logprobs=1024)
+    assert every.logprobs is not None
+    for entry in every.logprobs:
+        assert sorted(token for token, _ in entry.top) == list(range(tiny_model.n_vocab))
+        assert sum(np.exp(value) for _, value in entry.top) == pytest.approx(1)
+
+
+def test_a_script_is_followed(tmp_path: Path) -> None:
+    """What other files of tests build on."""
+    tokens = [3 + byte for byte in b"the quick"]
+    tokens = list(dict.fromkeys(tokens))
+    with lt.Model(scripted(tokens).write(tmp_path / "script.gguf")) as model:
+        (found,) = lt.generate(model, tokens[:1], max_tokens=len(tokens) + 1, logprobs=2)
+    assert found.tokens.tolist() == [*tokens[1:], tokens[-1], tokens[-1]]
+    assert found.logprobs is not None
+    assert all(entry.top[0][1] - entry.top[1][1] == pytest.approx(8, rel=1e-4) for entry in found.logprobs)
