@@ -86,6 +86,7 @@ void register_context(py::module_& module) {
       .def_property_readonly("n_ctx_seq", &Context::n_ctx_seq)
       .def_property_readonly("position_limit",
                              [](const Context& context) { return context.model()->position_limit(); })
+      .def_property_readonly("engine_seconds", &Context::engine_seconds)
       .def_property_readonly("nodes_seen", &Context::nodes_seen)
       .def_property_readonly("n_batch", &Context::n_batch)
       .def_property_readonly("n_ubatch", &Context::n_ubatch)

@@ -109,7 +109,7 @@ std::tuple<Ints, Floats, std::optional<Floats>, std::optional<Floats>> decode(
   const Poll poll = signal_poll();
   const GilReleased released;
   auto& context = *spec.context();
-  if (n > 0) context.decode(batch, nullptr, poll);
+  if (n > 0) spec.decode(batch, poll);
   const Use use = context.hold();
   std::vector<float> all(static_cast<size_t>(n_vocab));
   for (const int32_t row : rows) {

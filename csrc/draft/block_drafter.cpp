@@ -82,7 +82,7 @@ void BlockDrafter::inject(const std::vector<int32_t>& seqs, const Poll& poll) {
   std::vector<int32_t> counts(sequences_.size(), 0);
   const auto flush = [&] {
     if (batch.size() == 0) return;
-    context.decode(batch, nullptr, poll);
+    spec_->decode(batch, poll);
     for (const int32_t seq : seqs) {
       auto& sequence = sequences_[seq];
       const auto values = static_cast<std::ptrdiff_t>(static_cast<size_t>(counts[seq]) * width);
@@ -166,7 +166,7 @@ std::vector<Draft> BlockDrafter::draft(const std::vector<DraftRequest>& requests
                     true);
         }
       }
-      context.decode(batch, nullptr, poll);
+      spec_->decode(batch, poll);
       for (size_t k = begin; k < end; ++k) {
         read_block(requests[asked[k]], static_cast<int32_t>(k - begin) * length, limits[asked[k]],
                    drafts[asked[k]]);

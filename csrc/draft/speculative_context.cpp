@@ -39,6 +39,7 @@ bool metadata_flag(const Model& model, const std::string& key, bool otherwise) {
 
 DraftKind SpeculativeContext::kind_of(const Model& draft) {
   const std::string arch = draft.arch();
+  if (arch == "gemma4-assistant") return DraftKind::mtp;
   if (arch == "eagle3") return DraftKind::eagle3;
   if (arch == "dflash") return DraftKind::dflash;
   const bool has_mtp = draft.options().load_mtp && internals::draft_traits(draft.handle()).n_mtp > 0;
@@ -53,12 +54,12 @@ SpeculativeContext::SpeculativeContext(std::shared_ptr<Context> target, std::sha
   if (!target_->has_memory() || !target_->causal()) {
     throw Unsupported(target_->model()->arch() + " does not generate text, so there is nothing to draft");
   }
-  if (kind_ != DraftKind::eagle3 && kind_ != DraftKind::dflash && draft_->arch() == "gemma4-assistant") {
-    throw Unsupported("gemma4-assistant drafts from the memory of its target, which is not supported");
-  }
   check_vocabulary();
   switch (kind_) {
     case DraftKind::model:
+      if (const auto reason = draft_->refusal(); !reason.empty()) {
+        throw Unsupported(draft_->arch() + ": " + reason);
+      }
       if (draft_->is_recurrent() || draft_->is_hybrid()) {
         throw Unsupported(draft_->arch() + " cannot take tokens back, which a draft model must");
       }
@@ -75,6 +76,7 @@ SpeculativeContext::SpeculativeContext(std::shared_ptr<Context> target, std::sha
   }
   if (kind_ != DraftKind::model) options.target = target_;
   options.mtp = kind_ == DraftKind::mtp;
+  if (shares_memory_) fit_shared_memory(options);
   if (kind_ == DraftKind::dflash) {
     options.causal = metadata_flag(*draft_, "dflash.attention.causal", false);
     options.n_ubatch = std::max(options.n_ubatch, static_cast<uint32_t>(block_.size));
@@ -163,6 +165,9 @@ void SpeculativeContext::fit_eagle3() { fit_features("EAGLE-3"); }
 void SpeculativeContext::fit_mtp() {
   const auto traits = internals::draft_traits(draft_->handle());
   const std::string arch = draft_->arch();
+  if (arch == "gemma4-assistant" && internals::draft_traits(target_->model()->handle()).n_embedding == 0) {
+    throw Unsupported("the draft uses the target's token embedding, which it does not have");
+  }
   if (traits.n_mtp == 0) {
     throw InvalidInput(draft_->options().load_mtp
                            ? "the file has no MTP block (" + arch + ".nextn_predict_layers)"
@@ -178,7 +183,33 @@ void SpeculativeContext::fit_mtp() {
   target_slots_ = {takes_pre_norm(arch) ? n : n + 1};
   n_features_ = width;
   n_state_ = width;
-  n_heads_ = traits.n_mtp;
+  shares_memory_ = arch == "gemma4-assistant";
+  n_heads_ = shares_memory_ ? 1 : traits.n_mtp;
+}
+
+void SpeculativeContext::fit_shared_memory(ContextOptions& options) const {
+  const auto& theirs = target_->options();
+  const auto mismatch = internals::shared_memory_mismatch(draft_->handle(), target_->model()->handle());
+  if (!mismatch.empty()) {
+    throw InvalidInput("the draft attends to the memory of another kind of target: " + mismatch);
+  }
+  // It is the same memory, read by both.
+  options.n_ctx = theirs.n_ctx;
+  options.n_seq_max = theirs.n_seq_max;
+  options.type_k = theirs.type_k;
+  options.type_v = theirs.type_v;
+  options.kv_unified = theirs.kv_unified;
+  options.swa_full = theirs.swa_full;
+  options.flash_attention = target_->flash_attention() ? 1 : 0;
+}
+
+void SpeculativeContext::decode(const Batch& batch, const Poll& poll) {
+  if (!shares_memory_) {
+    context_->decode(batch, nullptr, poll);
+    return;
+  }
+  const Use use = target_->hold();
+  context_->decode(batch, nullptr, poll);
 }
 
 void SpeculativeContext::fit_dflash() {

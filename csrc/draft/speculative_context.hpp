@@ -49,6 +49,12 @@ class SpeculativeContext {
   /// Throws InvalidInput for a sequence id that the context does not have.
   void check_sequence(int32_t seq) const;
 
+  /// Whether its blocks attend to the target's memory and have none of their own (gemma4-assistant).
+  bool shares_memory() const { return shares_memory_; }
+
+  /// As Context::decode. Where the memory is the target's, a thread that uses that one is in the way: Busy.
+  void decode(const Batch& batch, const Poll& poll);
+
   /// [n, n_features] of the target to the states of pairs, [n, n_state]: the fusion of EAGLE-3; of MTP, the
   /// same values.
   void encode(const float* features, int32_t n, float* states);
@@ -59,6 +65,7 @@ class SpeculativeContext {
   void fit_features(const char* what);
   void fit_eagle3();
   void fit_mtp();
+  void fit_shared_memory(ContextOptions& options) const;
   void fit_dflash();
   void check_layers(const std::vector<int32_t>& layers) const;
 
@@ -71,6 +78,7 @@ class SpeculativeContext {
   int32_t n_state_ = 0;
   int32_t n_heads_ = 1;
   DraftBlock block_;
+  bool shares_memory_ = false;
 };
 
 }  // namespace llamatap

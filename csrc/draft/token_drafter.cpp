@@ -106,7 +106,7 @@ void TokenDrafter::reset(int32_t seq) {
   const auto held = lock();
   spec_->check_sequence(seq);
   sequences_[seq] = Sequence();
-  spec_->context()->memory_remove(seq, -1, -1);
+  if (!spec_->shares_memory()) spec_->context()->memory_remove(seq, -1, -1);
 }
 
 void TokenDrafter::encode(const std::vector<Sequence*>& sequences) {
@@ -146,6 +146,16 @@ void TokenDrafter::add(Batch& batch, int32_t token, const float* state, int32_t 
 void TokenDrafter::flush(int32_t seq, Sequence& sequence, const Poll& poll) {
   auto& rows = sequence.rows;
   if (rows.size() < 2) return;
+  const size_t used = rows.size() - 1;
+  const auto forget = [&] {
+    rows.erase(rows.begin(), rows.end() - 1);
+    sequence.batch_start -= std::min(sequence.batch_start, used);
+    sequence.seed = -1;
+  };
+  if (spec_->shares_memory()) {
+    forget();
+    return;
+  }
   encode({&sequence});
   auto& context = *spec_->context();
   Batch batch = empty_batch();
@@ -156,13 +166,10 @@ void TokenDrafter::flush(int32_t seq, Sequence& sequence, const Poll& poll) {
     // The memory of each head is built over the same positions.
     context.memory_remove(seq, decoded(sequence), -1);
     if (spec_->n_heads() > 1) context.select_head(head);
-    context.decode(batch, nullptr, poll);
+    spec_->decode(batch, poll);
   }
   if (spec_->n_heads() > 1) context.select_head(0);
-  const size_t used = rows.size() - 1;
-  rows.erase(rows.begin(), rows.end() - 1);
-  sequence.batch_start -= std::min(sequence.batch_start, used);
-  sequence.seed = -1;
+  forget();
 }
 
 /// Takes the next token of a draft from the logits of its last pair. Returns whether the draft goes on.
@@ -189,7 +196,8 @@ void TokenDrafter::step(std::vector<Live>& live, const Poll& poll) {
     const auto& tokens = one.draft->tokens;
     const float* state = width > 0 ? context.next_state(one.row) : nullptr;
     if (!chained) {
-      add(batch, tokens.back(), state, one.position++, seq, true);
+      add(batch, tokens.back(), state, one.position, seq, true);
+      if (!spec_->shares_memory()) ++one.position;
     } else {
       // The next head has its own memory of the draft, so it sees all of it again.
       one.states.insert(one.states.end(), state, state + width);
@@ -203,7 +211,7 @@ void TokenDrafter::step(std::vector<Live>& live, const Poll& poll) {
   for (const Live& one : live) {
     if (chained && one.going) context.memory_remove(one.request->seq, one.position, -1);
   }
-  context.decode(batch, nullptr, poll);
+  spec_->decode(batch, poll);
 }
 
 std::vector<Draft> TokenDrafter::draft(const std::vector<DraftRequest>& requests, const Poll& poll) {
@@ -227,7 +235,8 @@ std::vector<Draft> TokenDrafter::draft(const std::vector<DraftRequest>& requests
       throw_wrong_position(request, next);
     }
     const int32_t position = sequence.rows.back().position + offset_;
-    const int32_t room = static_cast<int32_t>(context.n_ctx_seq()) - position;
+    const int32_t room =
+        spec_->shares_memory() ? request.n_max : static_cast<int32_t>(context.n_ctx_seq()) - position;
     const int32_t limit = std::min({settings_.n_max, request.n_max, room});
     if (limit < 1 || limit < settings_.n_min) continue;
     live.push_back(Live{&request, &drafts[i], &sequence, limit, position, -1, true, {}});
@@ -236,14 +245,15 @@ std::vector<Draft> TokenDrafter::draft(const std::vector<DraftRequest>& requests
   }
   if (live.empty()) return drafts;
   encode(drafting);
-  if (chained || n_pairs > kMostMixed) {
+  const bool shared = spec_->shares_memory();
+  if (chained || shared || n_pairs > kMostMixed) {
     for (const Live& one : live) flush(one.request->seq, *one.sequence, poll);
   }
   Batch batch = empty_batch();
   for (Live& one : live) {
     const int32_t seq = one.request->seq;
     const auto& rows = one.sequence->rows;
-    context.memory_remove(seq, decoded(*one.sequence), -1);
+    if (!shared) context.memory_remove(seq, decoded(*one.sequence), -1);
     for (size_t i = 0; i + 1 < rows.size(); ++i) {
       add(batch, rows[i + 1].token, rows[i].state.data(), rows[i].position + offset_, seq, false);
     }
@@ -252,13 +262,14 @@ std::vector<Draft> TokenDrafter::draft(const std::vector<DraftRequest>& requests
     one.row = batch.size() - 1;
   }
   try {
-    context.decode(batch, nullptr, poll);
+    spec_->decode(batch, poll);
     for (Live& one : live) {
       auto& rows = one.sequence->rows;
       rows.erase(rows.begin(), rows.end() - 1);
       one.sequence->batch_start = 0;
-      one.sequence->seed = chained ? -1 : one.request->last_token;
-      if (!chained) ++one.position;
+      const bool keeps = !chained && !shared;
+      one.sequence->seed = keeps ? one.request->last_token : -1;
+      if (keeps) ++one.position;
     }
     for (int32_t head = 1;; ++head) {
       bool any = false;

@@ -139,6 +139,9 @@ class Context {
   /// Of several MTP blocks, the one that the next decodes compute.
   void select_head(int32_t head);
 
+  /// Seconds that all calls of the engine have taken.
+  double engine_seconds() const { return engine_seconds_; }
+
   /// How many nodes the last decode came by: an early end shows in it.
   int64_t nodes_seen() const { return nodes_seen_; }
 
@@ -215,6 +218,7 @@ class Context {
   std::vector<float> kept_states_;  // beside kept_logits_
   bool has_logits_ = true;          // of the last decode
   int64_t nodes_seen_ = 0;
+  double engine_seconds_ = 0;
 };
 
 }  // namespace llamatap

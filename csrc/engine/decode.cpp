@@ -4,6 +4,7 @@
 #include <llama.h>
 
 #include <algorithm>
+#include <chrono>
 #include <set>
 #include <utility>
 
@@ -212,6 +213,7 @@ void Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, Dec
 
 int32_t Context::call_engine(const llama_batch& batch, bool encode, bool nodes) {
   int32_t status = 0;
+  const auto started = std::chrono::steady_clock::now();
   try {
     const auto compute = [&] {
       return encode ? llama_encode(context_.get(), batch) : llama_decode(context_.get(), batch);
@@ -224,6 +226,7 @@ int32_t Context::call_engine(const llama_batch& batch, bool encode, bool nodes) 
   }
   // Also brings back errors of asynchronous back ends before anyone reads.
   llama_synchronize(context_.get());
+  engine_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
   // Other graphs (moving positions in the cache) are not for the callback to see, nor to stop.
   internals::set_callback(context_.get(), nullptr);
   return status;

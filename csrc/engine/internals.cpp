@@ -168,6 +168,27 @@ DraftTraits draft_traits(const llama_model* model) {
   return traits;
 }
 
+std::string shared_memory_mismatch(const llama_model* draft, const llama_model* target) {
+  const auto& ours = draft->hparams;
+  const auto& theirs = target->hparams;
+  const uint32_t n = theirs.n_layer();
+  if (n < 2 || theirs.swa_type == LLAMA_SWA_TYPE_NONE || !theirs.is_swa(n - 2) || theirs.is_swa(n - 1)) {
+    return "the target's last but one layer must have a sliding window, and its last one none";
+  }
+  for (uint32_t layer = 0; layer < ours.n_layer_nextn; ++layer) {
+    const uint32_t shared = ours.is_swa(layer) ? n - 2 : n - 1;
+    const auto width = theirs.n_embd_head_k(shared);
+    const auto heads = theirs.n_head_kv(shared);
+    if (ours.n_embd_head_k(layer) != width || theirs.n_embd_head_v(shared) != width ||
+        ours.n_head_kv(layer) != heads) {
+      return "block " + std::to_string(layer) + " reads " + std::to_string(ours.n_head_kv(layer)) +
+             " heads of " + std::to_string(ours.n_embd_head_k(layer)) + ", layer " + std::to_string(shared) +
+             " of the target has " + std::to_string(heads) + " of " + std::to_string(width);
+    }
+  }
+  return {};
+}
+
 int32_t feature_width(const llama_model* model) {
   return static_cast<int32_t>(model->hparams.n_embd_inp_enc());
 }

@@ -72,6 +72,10 @@ struct DraftTraits {
 };
 
 DraftTraits draft_traits(const llama_model* model);
+/// Why blocks that attend to the memory of a target cannot attend to that of this one; empty when they can.
+/// The engine lets blocks with a sliding window read what the target's last but one layer remembers, and
+/// others what the last one does.
+std::string shared_memory_mismatch(const llama_model* draft, const llama_model* target);
 int32_t feature_width(const llama_model* model);
 int32_t draft_width(const llama_model* model);
 

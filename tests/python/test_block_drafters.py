@@ -86,7 +86,7 @@ def test_drafts_of_several_sequences_are_the_formulas(
                         assert drafts[seq].tokens.tolist() == tokens
                     elif seq == 0:
                         assert drafts[seq].tokens.tolist() == tokens
-                        np.testing.assert_allclose(drafts[seq].probs, probs, rtol=1e-3)
+                        np.testing.assert_allclose(np.asarray(drafts[seq].probs), np.array(probs), rtol=1e-3)
                 pending = {seq: [last[seq], *drafts[seq].tokens.tolist()] for seq in texts}
 
 

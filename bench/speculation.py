@@ -1,0 +1,260 @@
+"""What drafting costs and gives: our loop, the engine's own program, sequences together, memory.
+
+    python bench/speculation.py [--rounds N] [--tokens N] [--threads N] [--peer llama-speculative-simple]
+
+Figures are medians of ratios within a round, in which every variant runs once. Files are made here: SmolLM2
+as float16 with a 4-bit copy of itself as the draft model (most of a draft is accepted), with EAGLE-3 weights
+drawn at random (none is), and tiny models whose next token is a table. Writes JSON to bench/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from common import machine, timed, write_results
+
+import llamatap as lt
+from llamatap.fetch import fetch
+
+TESTS = Path(__file__).parents[1] / "tests" / "python"
+QUANTIZE = Path(__file__).parents[1] / "build" / "fidelity" / "quantize"
+#: The engine's numbers for the types that files are made of.
+F16, Q4_0 = 1, 2
+PROMPT = "The history of the lighthouse begins with fires on hills. Later, people built towers of stone, and"
+
+
+def median(values: list[float]) -> float:
+    return round(statistics.median(values), 3)
+
+
+def quantized(source: Path, target: Path, file_type: int) -> Path:
+    if not QUANTIZE.exists():
+        sys.exit("bench/speculation.py: run `make build/fidelity/quantize` first")
+    subprocess.run([QUANTIZE, source, target, str(file_type)], check=True, capture_output=True)
+    return target
+
+
+def random_eagle3(path: Path, target: lt.Model) -> Path:
+    """A drafter of the size that is trained for such a model, with weights drawn at random; it inherits the
+    embedding and the head."""
+    rng = np.random.default_rng(0)
+    n, n_ff, heads = target.n_embd, 1536, 9
+    writer = gguf.GGUFWriter(path, "eagle3")
+    keys: dict[str, Any] = {
+        "context_length": 2048,
+        "embedding_length": n,
+        "block_count": 1,
+        "feed_forward_length": n_ff,
+        "attention.head_count": heads,
+        "attention.head_count_kv": 3,
+        "vocab_size": target.n_vocab,
+        "target_hidden_size": n,
+    }
+    for key, value in keys.items():
+        writer.add_uint32(f"eagle3.{key}", value)
+    writer.add_float32("eagle3.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_float32("eagle3.rope.freq_base", 1e5)
+    writer.add_array("eagle3.target_layers", [2, target.n_layer // 2, target.n_layer - 3])
+    source = gguf.GGUFReader(target.path)
+    for key, field in source.fields.items():
+        if key.startswith("tokenizer.") and "chat" not in key:
+            kind, sub = field.types[0], field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(key, field.contents(), kind, sub_type=sub)
+
+    def draw(name: str, rows: int, columns: int) -> None:
+        values = rng.standard_normal((rows, columns), np.float32) / np.float32(np.sqrt(columns))
+        writer.add_tensor(name, values.astype(np.float16))
+
+    draw("fc.weight", n, 3 * n)
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.attn_norm_2", "blk.0.ffn_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(n, np.float32))
+    draw("blk.0.attn_q.weight", n, 2 * n)
+    draw("blk.0.attn_k.weight", n // 3, 2 * n)
+    draw("blk.0.attn_v.weight", n // 3, 2 * n)
+    draw("blk.0.attn_output.weight", n, n)
+    draw("blk.0.ffn_gate.weight", n_ff, n)
+    draw("blk.0.ffn_up.weight", n_ff, n)
+    draw("blk.0.ffn_down.weight", n, n_ff)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+class Pair:
+    """A target and a drafter, generating the same text over and over."""
+
+    def __init__(self, model: lt.Model, draft: Path, n_max: int, threads: int | None, n_tokens: int) -> None:
+        self.context = model.context(n_ctx=1024, n_threads=threads)
+        self.spec = lt.SpeculativeContext(self.context, draft, n_threads=threads)
+        self.drafter = lt.load_drafter(self.context, self.spec, n_max=n_max)
+        self.n_tokens = n_tokens
+        self.last: lt.Generation | None = None
+
+    def run(self, drafter: lt.Drafter | None) -> tuple[float, float]:
+        """(seconds, seconds of them in the engine) of the rounds after the prompt."""
+        natives = (self.context.native, self.spec.native)
+        events = lt.generate(
+            self.context, PROMPT, drafter, max_tokens=self.n_tokens, ignore_eos=True, stream=True
+        )
+        next(events)  # the prompt's own pass
+        before = sum(native.engine_seconds for native in natives)
+
+        def rest() -> None:
+            for event in events:
+                self.last = event.final or self.last
+
+        seconds = timed(rest)
+        return seconds, sum(native.engine_seconds for native in natives) - before
+
+
+def peer_speed(
+    arguments: argparse.Namespace, target: Path, draft: Path, kind: str, n_max: int
+) -> dict[str, float]:
+    """The engine's own program on the same files: tokens a second after the prompt, drafted, accepted."""
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as prompt:
+        prompt.write(PROMPT)
+        prompt.flush()
+        command = [
+            *(arguments.peer, "-m", target, "-md", draft, "--spec-type", kind, "-f", prompt.name),
+            *("--spec-draft-n-max", n_max, "--spec-draft-p-min", 0, "-n", arguments.tokens, "--temp", 0),
+            *("-c", 1024, "-t", arguments.threads or 2, "-td", arguments.threads or 2, "--ignore-eos"),
+        ]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, errors="replace")
+    text = done.stdout + done.stderr
+    found = re.search(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds", text)
+    if found is None:
+        sys.exit(f"{arguments.peer} said nothing that this program understands:\n{text[-2000:]}")
+    counts = {
+        name: float(value) for name, value in re.findall(r"(n_draft|n_drafted|n_accept)\s*=\s*(\d+)", text)
+    }
+    return {"tokens": float(found[1]), "tokens_per_second": float(found[1]) / float(found[2]), **counts}
+
+
+def against_engine(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    target = quantized(fetch("smollm2"), folder / "target-f16.gguf", F16)
+    small = quantized(fetch("smollm2"), folder / "draft-q4_0.gguf", Q4_0)
+    results: dict[str, Any] = {}
+    with lt.Model(target) as model:
+        eagle3 = random_eagle3(folder / "eagle3.gguf", model)
+        for name, draft, kind in (
+            ("model (Q4_0 of itself)", small, "draft-simple"),
+            ("EAGLE-3 (random weights)", eagle3, "draft-eagle3"),
+        ):
+            pair = Pair(model, draft, 3, arguments.threads, arguments.tokens)
+            plain, ours, overhead, peer, ratios = [], [], [], [], []
+            peers: dict[str, float] = {}
+            for _ in range(arguments.rounds):
+                plain.append(arguments.tokens / pair.run(None)[0])
+                seconds, engine = pair.run(pair.drafter)
+                overhead.append(seconds / engine)
+                ours.append((arguments.tokens - 1) / seconds)
+                if arguments.peer:
+                    peers = peer_speed(arguments, target, draft, kind, 3)
+                    peer.append(peers["tokens_per_second"])
+                    ratios.append(ours[-1] / peer[-1])
+            assert pair.last is not None
+            stats = pair.last.stats
+            results[name] = {
+                "tokens per second, plain": median(plain),
+                "tokens per second, drafted": median(ours),
+                "time / engine calls": median(overhead),
+                "drafted": stats.drafted,
+                "accepted": stats.accepted,
+                "tokens per round": round(stats.tokens_per_round, 3),
+            }
+            if arguments.peer:
+                results[name]["tokens per second / llama-speculative-simple"] = median(ratios)
+                results[name]["llama-speculative-simple"] = {**peers, "tokens_per_second": median(peer)}
+    return results
+
+
+def together(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Eight sequences in one context against one after the other, on tiny models."""
+    sys.path.insert(0, str(TESTS))
+    from tinies import rigged
+
+    f = rigged.cycle()
+    table = rigged.wrong_at(f, range(12, 64, 4))
+    target = rigged.write_rigged_model(folder / "tiny.gguf", f)
+    draft = rigged.write_rigged_eagle3(folder / "tiny-eagle3.gguf", f, table)
+    prompts = [[1, 9 + i, 30, 12 + i, 13 + i] for i in range(8)]
+    with lt.Model(target) as model:
+
+        def work(n_seq_max: int) -> Callable[[], object]:
+            context = model.context(n_ctx=4096, n_seq_max=n_seq_max, n_threads=1)
+            drafter = lt.Eagle3Drafter(lt.SpeculativeContext(context, draft, n_threads=1), n_max=3)
+            return lambda: list(
+                lt.generate(context, prompts, drafter, max_tokens=arguments.tokens, ignore_eos=True)
+            )
+
+        alone, all_of_them = work(1), work(8)
+        ratios = []
+        for _ in range(arguments.rounds):
+            first = timed(alone)
+            ratios.append(first / timed(all_of_them))
+    return {"8 sequences together / one after another": median(ratios)}
+
+
+def memory(folder: Path) -> dict[str, Any]:
+    """What a draft context adds to a process, by number of sequences."""
+    program = (
+        "import sys, llamatap as lt; from pathlib import Path\n"
+        "def rss():\n"
+        "    return int(Path('/proc/self/status').read_text().partition('VmRSS:')[2].split()[0])\n"
+        "n = int(sys.argv[3])\n"
+        "context = lt.Model(sys.argv[1]).context(n_ctx=4096, n_seq_max=n)\n"
+        "before = rss(); spec = lt.SpeculativeContext(context, sys.argv[2])\n"
+        "spec.memory.clear(); print((rss() - before) / 1024)"
+    )
+    results = {}
+    for n in (1, 8, 32):
+        done = subprocess.run(
+            [sys.executable, "-c", program, folder / "target-f16.gguf", folder / "eagle3.gguf", str(n)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        results[f"MiB of an EAGLE-3 draft context, {n} sequences"] = round(float(done.stdout), 1)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--peer", type=Path, help="the engine's llama-speculative-simple")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        results = {
+            "machine": machine(),
+            "engine": against_engine(arguments, folder),
+            **together(arguments, folder),
+            **memory(folder),
+        }
+    for key, value in results.items():
+        if isinstance(value, dict):
+            for title, figures in value.items():
+                print(title)
+                for label, figure in figures.items():
+                    print(f"    {label}: {figure}")
+        else:
+            print(f"{key}: {value}")
+    write_results("speculation", results)
+
+
+if __name__ == "__main__":
+    main()
