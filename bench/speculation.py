@@ -44,11 +44,12 @@ def quantized(source: Path, target: Path, file_type: int) -> Path:
     return target
 
 
-def random_eagle3(path: Path, target: lt.Model) -> Path:
+def random_eagle3(path: Path, target: lt.Model, *, heads: int, heads_kv: int, n_ff: int) -> Path:
     """A drafter of the size that is trained for such a model, with weights drawn at random; it inherits the
     embedding and the head."""
     rng = np.random.default_rng(0)
-    n, n_ff, heads = target.n_embd, 1536, 9
+    n = target.n_embd
+    kv = n // heads * heads_kv
     writer = gguf.GGUFWriter(path, "eagle3")
     keys: dict[str, Any] = {
         "context_length": 2048,
@@ -56,7 +57,7 @@ def random_eagle3(path: Path, target: lt.Model) -> Path:
         "block_count": 1,
         "feed_forward_length": n_ff,
         "attention.head_count": heads,
-        "attention.head_count_kv": 3,
+        "attention.head_count_kv": heads_kv,
         "vocab_size": target.n_vocab,
         "target_hidden_size": n,
     }
@@ -79,8 +80,8 @@ def random_eagle3(path: Path, target: lt.Model) -> Path:
     for name in ("output_norm", "blk.0.attn_norm", "blk.0.attn_norm_2", "blk.0.ffn_norm"):
         writer.add_tensor(f"{name}.weight", np.ones(n, np.float32))
     draw("blk.0.attn_q.weight", n, 2 * n)
-    draw("blk.0.attn_k.weight", n // 3, 2 * n)
-    draw("blk.0.attn_v.weight", n // 3, 2 * n)
+    draw("blk.0.attn_k.weight", kv, 2 * n)
+    draw("blk.0.attn_v.weight", kv, 2 * n)
     draw("blk.0.attn_output.weight", n, n)
     draw("blk.0.ffn_gate.weight", n_ff, n)
     draw("blk.0.ffn_up.weight", n_ff, n)
@@ -143,11 +144,14 @@ def peer_speed(
 
 
 def against_engine(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    target = quantized(fetch("smollm2"), folder / "target-f16.gguf", F16)
-    small = quantized(fetch("smollm2"), folder / "draft-q4_0.gguf", Q4_0)
+    from tiny import write_as_f32
+
+    exact = write_as_f32(fetch("smollm2"), folder / "f32.gguf")
+    target = quantized(exact, folder / "target-f16.gguf", F16)
+    small = quantized(exact, folder / "draft-q4_0.gguf", Q4_0)
     results: dict[str, Any] = {}
     with lt.Model(target) as model:
-        eagle3 = random_eagle3(folder / "eagle3.gguf", model)
+        eagle3 = random_eagle3(folder / "eagle3.gguf", model, heads=9, heads_kv=3, n_ff=1536)
         for name, draft, kind in (
             ("model (Q4_0 of itself)", small, "draft-simple"),
             ("EAGLE-3 (random weights)", eagle3, "draft-eagle3"),
@@ -181,30 +185,54 @@ def against_engine(arguments: argparse.Namespace, folder: Path) -> dict[str, Any
 
 
 def together(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Eight sequences in one context against one after the other, on tiny models."""
-    sys.path.insert(0, str(TESTS))
-    from tinies import rigged
+    """Eight sequences in one context against one after the other, on a tiny model; and what the engine's
+    passes alone would give: eight passes of one sequence's four rows against one of all 32."""
+    from tiny import TinyLlama
 
-    f = rigged.cycle()
-    table = rigged.wrong_at(f, range(12, 64, 4))
-    target = rigged.write_rigged_model(folder / "tiny.gguf", f)
-    draft = rigged.write_rigged_eagle3(folder / "tiny-eagle3.gguf", f, table)
-    prompts = [[1, 9 + i, 30, 12 + i, 13 + i] for i in range(8)]
+    tiny = TinyLlama(n_layer=5)
+    target = tiny.write(folder / "tiny.gguf", tokenizer=False)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, tiny.n_vocab, 8 + i).tolist() for i in range(8)]
     with lt.Model(target) as model:
+        draft = random_eagle3(folder / "tiny-eagle3.gguf", model, heads=4, heads_kv=2, n_ff=96)
 
-        def work(n_seq_max: int) -> Callable[[], object]:
-            context = model.context(n_ctx=4096, n_seq_max=n_seq_max, n_threads=1)
-            drafter = lt.Eagle3Drafter(lt.SpeculativeContext(context, draft, n_threads=1), n_max=3)
+        def work(n_seq_max: int, drafted: bool) -> Callable[[], object]:
+            context = model.context(n_ctx=2048, n_seq_max=n_seq_max, n_threads=arguments.threads)
+            spec = lt.SpeculativeContext(context, draft, n_threads=arguments.threads)
+            drafter = lt.Eagle3Drafter(spec, n_max=3) if drafted else None
             return lambda: list(
-                lt.generate(context, prompts, drafter, max_tokens=arguments.tokens, ignore_eos=True)
+                lt.generate(context, prompts, drafter, max_tokens=arguments.tokens // 2, ignore_eos=True)
             )
 
-        alone, all_of_them = work(1), work(8)
-        ratios = []
-        for _ in range(arguments.rounds):
-            first = timed(alone)
-            ratios.append(first / timed(all_of_them))
-    return {"8 sequences together / one after another": median(ratios)}
+        results = {}
+        for name, drafted in (("drafted", True), ("plain", False)):
+            alone, all_of_them = work(1, drafted), work(8, drafted)
+            ratios = []
+            for _ in range(arguments.rounds):
+                first = timed(alone)
+                ratios.append(first / timed(all_of_them))
+            results[f"8 sequences together / one after another, {name}"] = median(ratios)
+        results["the same of the engine's passes of four rows a sequence"] = passes(model, arguments)
+    return results
+
+
+def passes(model: lt.Model, arguments: argparse.Namespace) -> float:
+    ratios = []
+    with model.context(n_ctx=2048, n_seq_max=8, n_threads=arguments.threads) as context:
+        positions = [0] * 8
+
+        def decode(seqs: range) -> None:
+            batch = lt.Batch()
+            for seq in seqs:
+                for _ in range(4):
+                    batch.add(5, positions[seq], seq, True)
+                    positions[seq] += 1
+            context.decode(batch)
+
+        for _ in range(20):
+            one = sum(timed(lambda seq=seq: decode(range(seq, seq + 1))) for seq in range(8))
+            ratios.append(one / timed(lambda: decode(range(8))))
+    return median(ratios)
 
 
 def memory(folder: Path) -> dict[str, Any]:
@@ -237,6 +265,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--peer", type=Path, help="the engine's llama-speculative-simple")
     arguments = parser.parse_args()
+    sys.path[:0] = [str(TESTS.parent), str(TESTS)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         results = {

@@ -4,6 +4,7 @@
 #include <set>
 #include <utility>
 
+#include "draft/store_only.hpp"
 #include "engine/error.hpp"
 #include "engine/internals.hpp"
 
@@ -101,6 +102,12 @@ void SpeculativeContext::check_vocabulary() const {
                          ours.text(token) + "' in the target; a draft model needs the target's vocabulary");
     }
   }
+}
+
+void SpeculativeContext::store(const Batch& batch, const Poll& poll) {
+  StoreOnly observer;
+  const bool one_block = kind_ == DraftKind::eagle3 || kind_ == DraftKind::mtp;
+  context_->decode(batch, one_block ? &observer : nullptr, poll);
 }
 
 void SpeculativeContext::check_layers(const std::vector<int32_t>& layers) const {

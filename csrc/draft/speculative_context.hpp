@@ -55,6 +55,9 @@ class SpeculativeContext {
   /// As Context::decode. Where the memory is the target's, a thread that uses that one is in the way: Busy.
   void decode(const Batch& batch, const Poll& poll);
 
+  /// The same of a batch without outputs: only what the memory keeps is computed.
+  void store(const Batch& batch, const Poll& poll);
+
   /// [n, n_features] of the target to the states of pairs, [n, n_state]: the fusion of EAGLE-3; of MTP, the
   /// same values.
   void encode(const float* features, int32_t n, float* states);

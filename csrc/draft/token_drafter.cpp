@@ -166,7 +166,7 @@ void TokenDrafter::flush(int32_t seq, Sequence& sequence, const Poll& poll) {
     // The memory of each head is built over the same positions.
     context.memory_remove(seq, decoded(sequence), -1);
     if (spec_->n_heads() > 1) context.select_head(head);
-    spec_->decode(batch, poll);
+    spec_->store(batch, poll);
   }
   if (spec_->n_heads() > 1) context.select_head(0);
   forget();

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "engine/error.hpp"
 
@@ -81,6 +82,9 @@ std::vector<llama_token_data> Sampler::candidates(const float* logits, int32_t n
 }
 
 int32_t Sampler::sample(const float* logits, int32_t n_vocab) {
+  if (options_.temperature == 0 && llama_sampler_chain_n(chain_.get()) == 1) {
+    return most_likely(logits, n_vocab);
+  }
   auto all = candidates(logits, n_vocab);
   llama_token_data_array array{all.data(), all.size(), -1, false};
   llama_sampler_apply(chain_.get(), &array);
@@ -90,6 +94,20 @@ int32_t Sampler::sample(const float* logits, int32_t n_vocab) {
   const int32_t token = array.data[array.selected].id;
   llama_sampler_accept(chain_.get(), token);
   return token;
+}
+
+/// What the chain of the greedy choice alone gives, without its copy of all candidates.
+int32_t Sampler::most_likely(const float* logits, int32_t n_vocab) const {
+  int32_t best = -1;
+  bool all_numbers = n_vocab == model_->vocab().size();
+  for (int32_t token = 0; token < n_vocab && all_numbers; ++token) {
+    const float logit = logits[token];
+    all_numbers = logit < std::numeric_limits<float>::infinity();  // and no NaN
+    if (best < 0 || logit > logits[best]) best = token;
+  }
+  // Says what is wrong.
+  if (!all_numbers || best < 0 || std::isinf(logits[best])) return candidates(logits, n_vocab).front().id;
+  return best;
 }
 
 void Sampler::distribution(const float* logits, int32_t n_vocab, float* probs) const {

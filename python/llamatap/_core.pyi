@@ -366,6 +366,7 @@ class SpeculativeContext:
         type_k: str,
         type_v: str,
         flash_attention: typing.SupportsInt | typing.SupportsIndex,
+        kv_unified: bool,
     ) -> None: ...
     def __reduce__(self) -> typing.Any: ...
     def decode(

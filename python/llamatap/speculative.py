@@ -64,6 +64,7 @@ class SpeculativeContext(NotCopied):
     :param type_k: type of the K cache, as of :class:`Context`.
     :param type_v: type of the V cache.
     :param flash_attn: None leaves it to the engine.
+    :param kv_unified: as of :class:`Context`; None for what the target's has.
     :param n_gpu_layers: of a draft that is loaded from a file.
     :param as_model: take the draft as a language model, MTP blocks or not.
     :raises InvalidInputError: the draft does not fit the target (vocabulary, width, layers, d2t); with what
@@ -89,6 +90,7 @@ class SpeculativeContext(NotCopied):
         type_k: str = "f16",
         type_v: str = "f16",
         flash_attn: bool | None = None,
+        kv_unified: bool | None = None,
         n_gpu_layers: int = 0,
         as_model: bool = False,
     ) -> None:
@@ -119,6 +121,7 @@ class SpeculativeContext(NotCopied):
                 type_k=type_k,
                 type_v=type_v,
                 flash_attention=-1 if flash_attn is None else int(flag("flash_attn", flash_attn)),
+                kv_unified=context.kv_unified if kv_unified is None else flag("kv_unified", kv_unified),
             )
         finally:
             flush_log()

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "engine/context.hpp"
+
+namespace llamatap {
+
+/// Ends the computation of a single block as soon as its keys and values are in the memory, when nothing else
+/// of a batch is wanted: neither attention nor feed-forward nor the output head is computed.
+class StoreOnly : public DecodeObserver {
+ public:
+  bool needs_last_block(int32_t) const override { return false; }
+  bool stop_keeps_memory() const override { return true; }
+  bool all_finite() const override { return true; }
+  void begin(const Piece& piece) override { may_stop_ = piece.may_stop; }
+  const std::vector<int32_t>& hooked_layers() const override { return no_layers_; }
+  void hooked(int32_t, const float*) override {}
+  void begin_graph(const Graph& graph) override;
+  bool wants(const ggml_tensor* node) override { return node == last_store_; }
+  bool computed(const ggml_tensor*) override { return !may_stop_; }
+  void end() override {}
+
+ private:
+  std::vector<int32_t> no_layers_;
+  const ggml_tensor* last_store_ = nullptr;
+  bool may_stop_ = false;
+};
+
+}  // namespace llamatap
