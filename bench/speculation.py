@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +231,7 @@ def passes(model: lt.Model, arguments: argparse.Namespace) -> float:
             context.decode(batch)
 
         for _ in range(20):
-            one = sum(timed(lambda seq=seq: decode(range(seq, seq + 1))) for seq in range(8))
+            one = sum(timed(partial(decode, range(seq, seq + 1))) for seq in range(8))
             ratios.append(one / timed(lambda: decode(range(8))))
     return median(ratios)
 

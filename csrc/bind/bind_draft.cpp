@@ -17,8 +17,8 @@ namespace {
 
 using Floats = py::array_t<float, py::array::c_style>;
 
-/// (sequence, last token, its position, n_max)
-using Request = std::tuple<int32_t, int32_t, int32_t, int32_t>;
+/// (sequence, last token, its position, n_max, seed)
+using Request = std::tuple<int32_t, int32_t, int32_t, int32_t, uint32_t>;
 
 const char* name_of(DraftKind kind) {
   switch (kind) {
@@ -141,7 +141,9 @@ void process(Drafter& drafter, const Batch& batch, const std::optional<Floats>& 
 std::vector<std::tuple<Ints, std::optional<Floats>, std::optional<Floats>>> draft(
     Drafter& drafter, const std::vector<Request>& given) {
   std::vector<DraftRequest> requests;
-  for (const auto& [seq, token, position, n_max] : given) requests.push_back({seq, token, position, n_max});
+  for (const auto& [seq, token, position, n_max, seed] : given) {
+    requests.push_back({seq, token, position, n_max, seed});
+  }
   std::vector<Draft> drafts;
   {
     const Poll poll = signal_poll();
@@ -220,7 +222,8 @@ void register_draft(py::module_& module) {
   seal(drafter);
   drafter.def("process", &process, py::arg("batch"), py::arg("states").noconvert() = py::none())
       .def("draft", &draft, py::arg("requests"),
-           "Requests are (sequence, last token, its position, n_max); drafts are (tokens, probabilities or "
+           "Requests are (sequence, last token, its position, n_max, seed); drafts are (tokens, "
+           "probabilities or "
            "None, distributions or None), in the same order.")
       .def("accept", &Drafter::accept, py::arg("seq"), py::arg("n"))
       .def("reset", &Drafter::reset, py::arg("seq"));

@@ -116,7 +116,7 @@ void BlockDrafter::read_block(const DraftRequest& request, int32_t first_row, in
     const Choice choice = choose(context.output_logits(row), context.model()->vocab().size(), settings_,
                                  request, static_cast<size_t>(i));
     const float sure =
-        block.chained && block.has_confidence && settings_.p_min > 0 ? *context.next_state(row) : choice.prob;
+        block.chained && block.has_confidence && settings_.p_min > 0 ? *context.next_state(row) : choice.best;
     if (sure < settings_.p_min) return;
     append(draft, choice);
     if (vocab.is_end_of_generation(choice.token)) return;
@@ -151,11 +151,11 @@ std::vector<Draft> BlockDrafter::draft(const std::vector<DraftRequest>& requests
     seqs.push_back(request.seq);
   }
   if (asked.empty()) return drafts;
-  inject(seqs, poll);
   // Blocks of one decode are of one length, which some heads need.
   const int32_t length = longest + block.first_slot;
   const auto together = std::max<size_t>(1, context.n_ubatch() / static_cast<uint32_t>(length));
   try {
+    inject(seqs, poll);
     for (size_t begin = 0; begin < asked.size(); begin += together) {
       const size_t end = std::min(asked.size(), begin + together);
       Batch batch;
@@ -175,9 +175,7 @@ std::vector<Draft> BlockDrafter::draft(const std::vector<DraftRequest>& requests
   } catch (const ContextFull&) {
     // What is there so far is a draft too.
   }
-  for (Draft& draft : drafts) {
-    if (static_cast<int32_t>(draft.tokens.size()) < settings_.n_min) draft = Draft();
-  }
+  drop_short(drafts, settings_);
   return drafts;
 }
 

@@ -17,6 +17,7 @@ struct DraftRequest {
   int32_t last_token;
   int32_t position;
   int32_t n_max;
+  uint32_t seed = 0;  // of the draws for this sequence
 };
 
 struct Draft {
@@ -28,7 +29,7 @@ struct Draft {
 struct DraftSettings {
   int32_t n_max = 4;      // tokens of a draft at most
   int32_t n_min = 0;      // shorter ones are given up
-  float p_min = 0;        // a draft ends before a token that is less likely
+  float p_min = 0;        // a draft ends where no token is as likely
   float temperature = 0;  // 0: the most likely token; else drawn from softmax(logits / temperature)
   uint32_t seed = 0;      // of the draws
 };
@@ -72,6 +73,7 @@ void check_contiguous(const Batch& batch, const std::vector<int32_t>& rows);
 struct Choice {
   int32_t token;
   float prob;
+  float best;                       // the probability of the most likely token
   std::vector<float> distribution;  // that it was drawn from; empty when it is the most likely one
 };
 
@@ -81,6 +83,10 @@ Choice choose(const float* logits, int32_t n_vocab, const DraftSettings& setting
 
 /// Appends a choice to a draft.
 void append(Draft& draft, const Choice& choice);
+
+/// Gives up drafts that are too short. Not drawn ones: which are short depends on what was drawn, and what is
+/// left would no longer be drawn from the distributions that it comes with.
+void drop_short(std::vector<Draft>& drafts, const DraftSettings& settings);
 
 [[noreturn]] void throw_wrong_position(const DraftRequest& request, int32_t expected);
 [[noreturn]] void throw_wrong_accept(int32_t seq, int32_t n, size_t n_entries);

@@ -70,14 +70,15 @@ void TokenDrafter::process(const Batch& batch, const float* states, const Poll& 
   const auto entries = entries_by_sequence(batch);
   for (const auto& [seq, rows] : entries) {
     spec_->check_sequence(seq);
-    check_start(sequences_[seq], seq, batch.positions()[rows.front()]);
+    if (!sequences_[seq].lost) check_start(sequences_[seq], seq, batch.positions()[rows.front()]);
     check_contiguous(batch, rows);
   }
   for (const int32_t token : batch.tokens()) spec_->context()->model()->vocab().check(token);
   const auto width = static_cast<size_t>(spec_->n_features());
   for (const auto& [seq, rows] : entries) {
     auto& sequence = sequences_[seq];
-    if (sequence.rows.size() > kMostWaiting) flush(seq, sequence, poll);
+    if (sequence.rows.size() > kMostWaiting) try_flush(seq, sequence, poll);
+    if (sequence.lost) continue;
     bool first = true;
     for (const int32_t row : rows) {
       Row taken{batch.positions()[row], batch.tokens()[row], {}, spec_->kind() != DraftKind::eagle3};
@@ -95,6 +96,7 @@ void TokenDrafter::accept(int32_t seq, int32_t n) {
   const auto held = lock();
   spec_->check_sequence(seq);
   auto& sequence = sequences_[seq];
+  if (sequence.lost) return;
   const size_t last = sequence.rows.size() - sequence.batch_start;
   if (sequence.rows.empty() || n < 0 || static_cast<size_t>(n) >= last) {
     throw_wrong_accept(seq, n, sequence.rows.empty() ? 0 : last);
@@ -172,13 +174,26 @@ void TokenDrafter::flush(int32_t seq, Sequence& sequence, const Poll& poll) {
   forget();
 }
 
+/// The same; a sequence for which the memory has no room is drafted for no more. Returns whether there was.
+bool TokenDrafter::try_flush(int32_t seq, Sequence& sequence, const Poll& poll) {
+  try {
+    flush(seq, sequence, poll);
+  } catch (const ContextFull&) {
+    if (spec_->n_heads() > 1) spec_->context()->select_head(0);
+    sequence = Sequence();
+    sequence.lost = true;
+    spec_->context()->memory_remove(seq, -1, -1);
+  }
+  return !sequence.lost;
+}
+
 /// Takes the next token of a draft from the logits of its last pair. Returns whether the draft goes on.
 bool TokenDrafter::take_choice(Live& one) {
   const auto& context = *spec_->context();
   const auto& target_vocab = spec_->target()->model()->vocab();
   const Choice choice = choose(context.output_logits(one.row), context.model()->vocab().size(), settings_,
                                *one.request, one.draft->tokens.size());
-  if (choice.prob < settings_.p_min || choice.token >= target_vocab.size()) return false;
+  if (choice.best < settings_.p_min || choice.token >= target_vocab.size()) return false;
   append(*one.draft, choice);
   return static_cast<int32_t>(one.draft->tokens.size()) < one.limit &&
          !target_vocab.is_end_of_generation(choice.token);
@@ -230,6 +245,7 @@ std::vector<Draft> TokenDrafter::draft(const std::vector<DraftRequest>& requests
       throw InvalidInput("sequence " + std::to_string(request.seq) + " is asked for twice");
     }
     context.model()->vocab().check(request.last_token);
+    if (sequence.lost) continue;
     const int32_t next = sequence.rows.empty() ? 0 : sequence.rows.back().position + 1;
     if (request.position != next || next == 0) {
       throw_wrong_position(request, next);
@@ -247,7 +263,10 @@ std::vector<Draft> TokenDrafter::draft(const std::vector<DraftRequest>& requests
   encode(drafting);
   const bool shared = spec_->shares_memory();
   if (chained || shared || n_pairs > kMostMixed) {
-    for (const Live& one : live) flush(one.request->seq, *one.sequence, poll);
+    for (Live& one : live) one.going = try_flush(one.request->seq, *one.sequence, poll);
+    live.erase(std::remove_if(live.begin(), live.end(), [](const Live& one) { return !one.going; }),
+               live.end());
+    if (live.empty()) return drafts;
   }
   Batch batch = empty_batch();
   for (Live& one : live) {
@@ -288,9 +307,7 @@ std::vector<Draft> TokenDrafter::draft(const std::vector<DraftRequest>& requests
     throw;
   }
   if (chained) context.select_head(0);
-  for (Draft& draft : drafts) {
-    if (static_cast<int32_t>(draft.tokens.size()) < settings_.n_min) draft = Draft();
-  }
+  drop_short(drafts, settings_);
   return drafts;
 }
 

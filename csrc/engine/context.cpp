@@ -79,10 +79,6 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
     throw Unsupported("taking tokens back (n_rs_seq) gives wrong states on " + model_->arch() +
                       "; save and restore sequences instead");
   }
-  if (options.n_rs_seq > 0 && options.n_rs_seq + 2 > options.n_ubatch) {
-    throw InvalidInput("n_ubatch must be at least n_rs_seq + 2 (" + std::to_string(options.n_rs_seq + 2) +
-                       "), not " + std::to_string(options.n_ubatch));
-  }
   if (options.n_seq_max > 1 && !model_->batches_sequences()) {
     throw Unsupported("the engine mixes up several sequences of " + model_->arch() +
                       " in a context, or aborts; use contexts of n_seq_max=1");
@@ -90,6 +86,13 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
   // Recurrent layers are computed in equal shares of a ubatch; some graphs abort when they do not come out.
   if (recurrent_) {
     options_.n_ubatch = std::max(options.n_seq_max, options.n_ubatch - options.n_ubatch % options.n_seq_max);
+  }
+
+  if (options.n_rs_seq > 0 && options.n_rs_seq + 2 > options_.n_ubatch) {
+    const uint32_t share = std::max(1U, options.n_seq_max);
+    throw InvalidInput("n_ubatch must be at least n_rs_seq + 2, and a multiple of n_seq_max: at least " +
+                       std::to_string((options.n_rs_seq + 2 + share - 1) / share * share) + ", not " +
+                       std::to_string(options.n_ubatch));
   }
 
   auto params = llama_context_default_params();

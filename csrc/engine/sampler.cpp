@@ -26,7 +26,6 @@ void Sampler::Free::operator()(llama_sampler* sampler) const { llama_sampler_fre
 Sampler::Sampler(std::shared_ptr<Model> model, const SamplerOptions& options)
     : model_(std::move(model)),
       options_(options),
-      random_(options.seed),
       chain_(llama_sampler_chain_init(llama_sampler_chain_default_params())) {
   require(std::isfinite(options.temperature) && options.temperature >= 0,
           "temperature must be finite and not negative");
@@ -40,6 +39,7 @@ Sampler::Sampler(std::shared_ptr<Model> model, const SamplerOptions& options)
   require(options.penalty_last_n >= 0 && options.penalty_last_n <= kMostRecent,
           "penalty_last_n must be in 0..1048576 (0: no penalties)");
 
+  seed_draws();
   const auto add = [&](llama_sampler* sampler) { llama_sampler_chain_add(chain_.get(), sampler); };
   const bool penalties =
       options.repeat_penalty != 1 || options.frequency_penalty != 0 || options.presence_penalty != 0;
@@ -133,6 +133,13 @@ void Sampler::distribution(const float* logits, int32_t n_vocab, float* probs) c
   }
 }
 
+void Sampler::seed_draws() {
+  // The chain draws its own numbers from the seed alone; the same ones here would tie a token to the one
+  // before.
+  std::seed_seq keys{options_.seed, 1U};
+  random_.seed(keys);
+}
+
 double Sampler::uniform() { return std::uniform_real_distribution<double>()(random_); }
 
 void Sampler::accept(int32_t token) {
@@ -142,7 +149,7 @@ void Sampler::accept(int32_t token) {
 
 void Sampler::reset() {
   llama_sampler_reset(chain_.get());
-  random_.seed(options_.seed);
+  seed_draws();
 }
 
 }  // namespace llamatap

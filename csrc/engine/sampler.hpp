@@ -48,6 +48,7 @@ class Sampler {
     void operator()(llama_sampler* sampler) const;
   };
 
+  void seed_draws();
   int32_t most_likely(const float* logits, int32_t n_vocab) const;
   std::vector<llama_token_data> candidates(const float* logits, int32_t n_vocab) const;
 

@@ -422,6 +422,7 @@ class Drafter:
                 typing.SupportsInt | typing.SupportsIndex,
                 typing.SupportsInt | typing.SupportsIndex,
                 typing.SupportsInt | typing.SupportsIndex,
+                typing.SupportsInt | typing.SupportsIndex,
             ]
         ],
     ) -> list[
@@ -432,7 +433,7 @@ class Drafter:
         ]
     ]:
         """
-        Requests are (sequence, last token, its position, n_max); drafts are (tokens, probabilities or None, distributions or None), in the same order.
+        Requests are (sequence, last token, its position, n_max, seed); drafts are (tokens, probabilities or None, distributions or None), in the same order.
         """
     def process(self, batch: Batch, states: numpy.typing.NDArray[numpy.float32] | None = None) -> None: ...
     def reset(self, seq: typing.SupportsInt | typing.SupportsIndex) -> None: ...

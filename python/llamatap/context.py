@@ -226,6 +226,7 @@ class Context(NotCopied):
         self.swa_full = flag("swa_full", swa_full)
         self.n_seq_max = integer("n_seq_max", n_seq_max, 1)
         self.n_rs_seq = integer("n_rs_seq", n_rs_seq, 0)
+        self.n_outputs_max = integer("n_outputs_max", n_outputs_max, 0)
         threads = default_threads() if n_threads is None else integer("n_threads", n_threads, 1)
         if 512 >= threads > (usable := len(usable_cpus())):
             warnings.warn(
@@ -245,7 +246,7 @@ class Context(NotCopied):
                 n_ubatch=integer("n_ubatch", n_ubatch, 1),
                 n_seq_max=self.n_seq_max,
                 n_rs_seq=self.n_rs_seq,
-                n_outputs_max=integer("n_outputs_max", n_outputs_max, 0),
+                n_outputs_max=self.n_outputs_max,
                 n_threads=threads,
                 type_k=type_k,
                 type_v=type_v,

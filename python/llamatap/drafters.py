@@ -45,11 +45,13 @@ class DraftRequest:
     :ivar last_token: the newest token, which the target has not decoded yet.
     :ivar position: its position; the draft is for those after it.
     :ivar n_max: the most tokens that can be used.
+    :ivar seed: for drafters that draw: what is the sequence's own.
     """
 
     last_token: int
     position: int
     n_max: int
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,6 +132,7 @@ class _Native(Drafter, NotCopied):
                 integer("last_token", request.last_token),
                 integer("position", request.position),
                 integer("n_max", request.n_max),
+                integer("seed", request.seed, 0, 2**32 - 1),
             )
             for seq, request in requests.items()
         ]
@@ -238,8 +241,8 @@ class Eagle3Drafter(_Speculative):
 
     :param spec: a draft context of an ``eagle3`` file.
     :param n_max: the most tokens of a draft, or "auto".
-    :param n_min: shorter drafts are given up.
-    :param p_min: a draft ends before a token that the drafter finds less likely than this.
+    :param n_min: shorter drafts are given up, unless they were drawn.
+    :param p_min: a draft ends where the drafter finds no token as likely as this.
     :param temperature: 0 drafts the most likely tokens. Above, tokens are drawn from softmax(logits /
         temperature) and drafts carry their distributions, for ``generate(..., rejection=True)``.
     :param seed: of the draws.
@@ -255,8 +258,8 @@ class MtpDrafter(_Speculative):
 
     :param spec: a draft context of a file with MTP blocks.
     :param n_max: the most tokens of a draft, or "auto".
-    :param n_min: shorter drafts are given up.
-    :param p_min: a draft ends before a token that the drafter finds less likely than this.
+    :param n_min: shorter drafts are given up, unless they were drawn.
+    :param p_min: a draft ends where the drafter finds no token as likely as this.
     :param temperature: as of :class:`Eagle3Drafter`.
     :param seed: of the draws.
     :raises InvalidInputError: a number is out of range, or a file of another kind.
@@ -271,7 +274,7 @@ class DFlashDrafter(_Speculative):
 
     :param spec: a draft context of a ``dflash`` file.
     :param n_max: the most tokens of a draft, or "auto"; the file's block holds ``spec.block_size`` places.
-    :param n_min: shorter drafts are given up.
+    :param n_min: shorter drafts are given up, unless they were drawn.
     :param p_min: a draft ends before a token that the drafter finds less likely than this; with DSpark, than
         its confidence head does.
     :param temperature: as of :class:`Eagle3Drafter`.
@@ -288,8 +291,8 @@ class ModelDrafter(_Speculative):
     :param context: the target's.
     :param draft: the model's file, a loaded model, or a draft context made of one.
     :param n_max: the most tokens of a draft, or "auto".
-    :param n_min: shorter drafts are given up.
-    :param p_min: a draft ends before a token that the drafter finds less likely than this.
+    :param n_min: shorter drafts are given up, unless they were drawn.
+    :param p_min: a draft ends where the drafter finds no token as likely as this.
     :param temperature: as of :class:`Eagle3Drafter`.
     :param seed: of the draws.
     :raises InvalidInputError: a number is out of range, or another vocabulary.

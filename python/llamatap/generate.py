@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
-import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal, cast, overload
 
 import numpy as np
@@ -15,408 +11,21 @@ from numpy.typing import NDArray
 
 from llamatap import layers as layer_ids
 from llamatap._check import flag, integer
-from llamatap._native import _core, flush_log
+from llamatap._loop import Loop, Options, Prompt, check_empty
 from llamatap._prompts import Input, is_single, prompt_tokens
 from llamatap._text import TextStream
-from llamatap.context import Batch, Context
-from llamatap.drafters import Draft, Drafter, DraftRequest, as_drafter, new_length
-from llamatap.errors import ContextFullError, EngineError, InvalidInputError, UnsupportedError
-from llamatap.generation import Event, FinishReason, Generation, Stats, TokenLogprobs
+from llamatap.context import Context
+from llamatap.drafters import as_drafter
+from llamatap.errors import ContextFullError, InvalidInputError, UnsupportedError
+from llamatap.generation import Event, Generation
 from llamatap.layers import LayerId
-from llamatap.model import Model, token_array
+from llamatap.model import Model
 from llamatap.sampler import Sampler
-from llamatap.states import States
 
 __all__ = ["generate"]
 
-_NO_TOKENS: NDArray[np.int32] = np.zeros(0, np.int32)
 # The most sequences of a context that is made for a model.
 _MOST_SEQUENCES = 8
-
-
-@dataclass(frozen=True)
-class _Options:
-    max_tokens: int
-    stop: tuple[str, ...]
-    stop_tokens: tuple[int, ...]
-    ignore_eos: bool
-    logprobs: int | None
-    states: Literal["last", "full"] | None
-    layers: tuple[LayerId, ...]
-    rejection: bool
-
-
-class _Sequence:
-    """A prompt and what was generated after it."""
-
-    def __init__(
-        self, index: int, prompt: NDArray[np.int32], sampler: Sampler, text: TextStream, capacity: int
-    ) -> None:
-        self.index = index
-        self.prompt = prompt
-        self.sampler = sampler
-        self.text = text
-        #: Places in the target's memory that it may take.
-        self.capacity = capacity
-        self.seq = -1
-        self.tokens: list[int] = []
-        self.pieces: list[str] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.rows: list[NDArray[np.float32]] = []
-        self.stats = Stats(prompt_tokens=len(prompt))
-        #: Where the newest token is, or will be: the target has decoded all before it.
-        self.position = 0
-        self.draft = Draft(_NO_TOKENS)
-        self.first_row = 0
-        self.n_rows = 0
-        self.n_given = 0  # events
-        self.finish_reason: FinishReason | None = None
-        self.cancelled = False
-        #: Whether a pass of the target has seen the newest token.
-        self.last_is_computed = False
-
-    @property
-    def fresh(self) -> bool:
-        return self.position == 0
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
-class _Run:
-    """One call of :func:`generate`."""
-
-    def __init__(
-        self, context: Context, waiting: Iterable[_Sequence], drafter: Drafter | None, options: _Options
-    ) -> None:
-        self.context = context
-        self.drafter = drafter
-        self.options = options
-        self.waiting = deque(waiting)
-        self.live: list[_Sequence] = []
-        self.free = list(range(context.n_seq_max))[::-1]
-        self.length = None if drafter is None else new_length(drafter)
-        needed = () if drafter is None else drafter.target_layers
-        wanted = () if options.states is None else options.layers
-        self.layers = tuple(dict.fromkeys((*needed, *wanted)))
-        self.columns = [self.layers.index(layer) for layer in wanted]
-        model = context._loaded
-        #: Whether the memory can give up the end of a sequence: always, for as many tokens, or never.
-        self.rewinds: Literal["any", "some", "none"] = "any"
-        if model.is_recurrent or model.is_hybrid:
-            self.rewinds = "some" if context.n_rs_seq > 0 else "none"
-        elif not context.swa_full and model.n_swa > 0:
-            self.rewinds = "none"
-
-    def events(self) -> Iterator[Event]:
-        try:
-            if not self.layers:
-                yield from self._rounds()
-            else:
-                with self.context.tap(self.layers, rows="all"):
-                    yield from self._rounds()
-        finally:
-            left, self.live = self.live, []
-            for sequence in left:
-                if not self.context.closed:
-                    # After a failure inside of the engine there is nothing left to tidy.
-                    with contextlib.suppress(EngineError):
-                        self.context.native.memory_remove(sequence.seq, -1, -1)
-            for sequence in left:
-                if self.drafter is not None:
-                    self.drafter.reset(sequence.seq)
-            flush_log()
-
-    def _rounds(self) -> Iterator[Event]:
-        while self.waiting or self.live:
-            self._admit()
-            started = time.perf_counter()
-            n_drafted = self._draft()
-            for part in self._parts():
-                self._pass(part)
-            if self.length is not None and not any(one.stats.rounds == 0 for one in self.live):
-                self.length.measure(n_drafted, time.perf_counter() - started)
-            for sequence in list(self.live):
-                if sequence.finish_reason is None and sequence.cancelled:
-                    sequence.finish_reason = "cancelled"
-                if sequence.finish_reason is not None:
-                    self._finish(sequence)
-                yield from self._new_events(sequence)
-
-    def _admit(self) -> None:
-        """Let prompts in while there are sequence ids and room for all that they may become."""
-        while self.waiting and self.free:
-            sequence = self.waiting[0]
-            if self.context.kv_unified:
-                taken = sum(one.capacity for one in self.live)
-                if self.live and taken + sequence.capacity > self.context.n_ctx:
-                    return
-            self.waiting.popleft()
-            sequence.seq = self.free.pop()
-            self.live.append(sequence)
-
-    def _draft(self) -> int:
-        """Ask for drafts. Returns how many tokens a sequence got, on average."""
-        drafter = self.drafter
-        for sequence in self.live:
-            sequence.draft = Draft(_NO_TOKENS)
-        if drafter is None:
-            return 0
-        longest = self.length.choose() if self.length is not None else 2**31 - 1
-        if self.rewinds == "some":
-            longest = min(longest, self.context.n_rs_seq)
-        requests = {}
-        for sequence in self.live:
-            room = min(self.options.max_tokens - len(sequence.tokens), sequence.capacity - sequence.position)
-            n_max = min(longest, room - 1)
-            if n_max > 0 and not sequence.fresh:
-                requests[sequence.seq] = DraftRequest(sequence.tokens[-1], sequence.position, n_max)
-        if not requests:
-            return 0
-        started = time.perf_counter()
-        drafts = drafter.draft(requests)
-        seconds = time.perf_counter() - started
-        drafting = [one for one in self.live if one.seq in requests]
-        total = 0
-        for sequence in drafting:
-            sequence.stats.draft_seconds += seconds / len(drafting)
-            draft = drafts.get(sequence.seq)
-            if draft is None:
-                continue
-            sequence.draft = self._checked(draft, requests[sequence.seq].n_max)
-            total += len(sequence.draft.tokens)
-        return round(total / len(drafting))
-
-    def _checked(self, draft: object, n_max: int) -> Draft:
-        if not isinstance(draft, Draft):
-            raise InvalidInputError(f"a drafter gives llamatap.Draft objects, not {type(draft).__name__}")
-        tokens = token_array(draft.tokens)[:n_max]
-        n_vocab = self.context._loaded.n_vocab
-        if len(tokens) and not (tokens.min() >= 0 and tokens.max() < n_vocab):
-            raise InvalidInputError(f"drafted token ids must be in 0..{n_vocab - 1}; found {tokens.tolist()}")
-        distributions = draft.distributions
-        if not self.options.rejection:
-            return Draft(tokens)
-        if len(tokens) and distributions is None:
-            raise InvalidInputError(
-                "rejection=True needs drafts with the distributions that they were drawn from; make the "
-                "drafter with a temperature above 0"
-            )
-        if distributions is not None:
-            distributions = np.ascontiguousarray(distributions[:n_max], np.float32)
-        return Draft(tokens, None, distributions)
-
-    def _parts(self) -> list[list[_Sequence]]:
-        """The sequences of each pass: all in one."""
-        if self.rewinds != "some" or len({len(one.draft.tokens) for one in self.live}) == 1:
-            return [self.live]
-        # The engine cuts sequences of different length into several ubatches, and takes back in the last
-        # alone.
-        return [[one] for one in self.live]
-
-    def _pass(self, sequences: Sequence[_Sequence]) -> None:
-        """One decode of the target, and what follows from it."""
-        batch = Batch()
-        saved: dict[int, bytes] = {}
-        for sequence in sequences:
-            if sequence.fresh:
-                for position, token in enumerate(sequence.prompt.tolist()):
-                    batch.add(token, position, sequence.seq, position + 1 == len(sequence.prompt))
-                sequence.first_row = len(batch) - 1
-                sequence.n_rows = len(sequence.prompt)
-                continue
-            sequence.first_row = len(batch)
-            sequence.n_rows = 1 + len(sequence.draft.tokens)
-            batch.add(sequence.tokens[-1], sequence.position, sequence.seq, True)
-            for i, token in enumerate(sequence.draft.tokens.tolist(), 1):
-                batch.add(token, sequence.position + i, sequence.seq, True)
-            if self.rewinds == "none" and sequence.n_rows > 1:
-                saved[sequence.seq] = self.context.native.save(sequence.seq)
-        started = time.perf_counter()
-        self.context.decode(batch)
-        decoded = time.perf_counter()
-        if self.drafter is not None:
-            self.drafter.process(batch)
-        processed = time.perf_counter()
-        for sequence in sequences:
-            share = sequence.n_rows / len(batch)
-            sequence.stats.target_seconds += (decoded - started) * share
-            sequence.stats.draft_seconds += (processed - decoded) * share
-        states = self.context.tapped
-        taken_back = []
-        for sequence in sequences:
-            n_accepted = self._verify(sequence, states)
-            if n_accepted < len(sequence.draft.tokens):
-                taken_back.append((sequence, n_accepted))
-        for sequence, n_accepted in taken_back:
-            self._take_back(sequence, n_accepted, saved.get(sequence.seq))
-
-    def _verify(self, sequence: _Sequence, states: States | None) -> int:
-        """Choose the next tokens. Returns how many drafted ones the target has as it should."""
-        started = time.perf_counter()
-        was_fresh = sequence.fresh
-        draft = sequence.draft.tokens
-        tokens, n_accepted = _core.verify(
-            self.context.native,
-            sequence.sampler.native,
-            sequence.first_row,
-            draft,
-            sequence.draft.distributions,
-            not self.options.ignore_eos,
-            list(self.options.stop_tokens),
-        )
-        if was_fresh:
-            sequence.position = len(sequence.prompt)
-        else:
-            sequence.position += len(tokens) if len(tokens) == n_accepted else n_accepted + 1
-        before = len(sequence.tokens)
-        for i, token in enumerate(tokens):
-            sequence.tokens.append(token)
-            if self.options.logprobs is not None:
-                sequence.logprobs.append(self._logprobs(sequence.first_row + i, token))
-            if self._ends(sequence, token):
-                break
-        n_new = len(sequence.tokens) - before
-        sequence.stats.tokens = len(sequence.tokens)
-        sequence.stats.sampling_seconds += time.perf_counter() - started
-        if not was_fresh:
-            n_stood = min(n_accepted, n_new)
-            sequence.last_is_computed = n_new <= n_accepted
-            sequence.stats.count(len(draft), n_stood)
-            if self.length is not None and len(draft):
-                self.length.observe(len(draft), n_stood)
-            if self.options.states is not None and states is not None:
-                # The rows of this pass are of the newest token before it, and of what was accepted.
-                first = sequence.first_row
-                rows = states.array[first : first + n_stood + 1, self.columns].copy()
-                keep = slice(None) if self.options.states == "full" else slice(-1, None)
-                sequence.rows = [*(sequence.rows if self.options.states == "full" else []), *rows[keep]]
-            if self.drafter is not None:
-                self.drafter.accept(sequence.seq, n_accepted)
-        if sequence.finish_reason is None and sequence.position >= sequence.capacity:
-            sequence.finish_reason = "context"
-        return n_accepted
-
-    def _ends(self, sequence: _Sequence, token: int) -> bool:
-        """Take the text of the newest token; whether it is the last one."""
-        is_stop = token in self.options.stop_tokens or (
-            not self.options.ignore_eos and self.context._loaded.is_end_of_generation(token)
-        )
-        sequence.pieces.append("" if is_stop else sequence.text.push(token))
-        if is_stop or sequence.text.stopped:
-            sequence.finish_reason = "stop"
-        elif len(sequence.tokens) >= self.options.max_tokens:
-            sequence.finish_reason = "length"
-        return sequence.finish_reason is not None
-
-    def _take_back(self, sequence: _Sequence, n_accepted: int, saved: bytes | None) -> None:
-        if sequence.finish_reason is not None and (self.options.states is None or sequence.last_is_computed):
-            return
-        native, seq = self.context.native, sequence.seq
-        if self.rewinds != "none":
-            native.memory_remove(seq, sequence.position, -1)
-            return
-        assert saved is not None
-        started = time.perf_counter()
-        native.restore(seq, saved)
-        batch = Batch()
-        position = sequence.position - n_accepted - 1
-        again = sequence.tokens[-n_accepted - 2 : -1]
-        for i, token in enumerate(again):
-            batch.add(token, position + i, seq)
-        # Not through a tap: these rows were seen.
-        native.decode(batch)
-        sequence.stats.target_seconds += time.perf_counter() - started
-
-    def _logprobs(self, row: int, token: int) -> TokenLogprobs:
-        logits = self.context.logits(row).astype(np.float64)
-        highest = logits.max()
-        log_sum = highest + np.log(np.exp(logits - highest).sum())
-        n = self.options.logprobs or 0
-        top = np.argsort(-logits, kind="stable")[:n]
-        return TokenLogprobs(
-            token,
-            float(logits[token] - log_sum),
-            tuple((int(one), float(logits[one] - log_sum)) for one in top),
-        )
-
-    def _finish(self, sequence: _Sequence) -> None:
-        """What is left to do when the last token is known."""
-        is_computed = sequence.last_is_computed or sequence.finish_reason == "context"
-        if self.options.states is not None and not is_computed:
-            batch = Batch()
-            batch.add(sequence.tokens[-1], sequence.position, sequence.seq)
-            started = time.perf_counter()
-            self.context.decode(batch)
-            sequence.stats.target_seconds += time.perf_counter() - started
-            states = self.context.tapped
-            assert states is not None
-            row = states.array[0, self.columns].copy()
-            sequence.rows = [*(sequence.rows if self.options.states == "full" else []), row]
-        held = sequence.text.finish()
-        if sequence.pieces:
-            sequence.pieces[-1] += held
-        self.context.native.memory_remove(sequence.seq, -1, -1)
-        if self.drafter is not None:
-            self.drafter.reset(sequence.seq)
-        self.live.remove(sequence)
-        self.free.append(sequence.seq)
-
-    def _states(self, sequence: _Sequence, rows: list[NDArray[np.float32]], tokens: list[int]) -> States:
-        shape = (len(rows), len(self.columns), self.context._loaded.n_embd)
-        array = np.stack(rows) if rows else np.zeros(shape, np.float32)
-        array.flags.writeable = False
-        ids = np.array(tokens, np.int32)
-        ids.flags.writeable = False
-        return States(
-            array,
-            ids,
-            self.options.layers,
-            n_layer=self.context._loaded.n_layer,
-            source=self.context.source,
-            details={"rows": self.options.states},
-        )
-
-    def _generation(self, sequence: _Sequence) -> Generation:
-        assert sequence.finish_reason is not None
-        states = None
-        if self.options.states is not None:
-            tokens = sequence.tokens[-1:] if self.options.states == "last" else sequence.tokens
-            states = self._states(sequence, sequence.rows, tokens[: len(sequence.rows)])
-        return Generation(
-            sequence.index,
-            sequence.prompt,
-            np.array(sequence.tokens, np.int32),
-            sequence.text.text,
-            sequence.finish_reason,
-            states,
-            sequence.logprobs if self.options.logprobs is not None else None,
-            sequence.stats,
-        )
-
-    def _new_events(self, sequence: _Sequence) -> Iterator[Event]:
-        """Events of tokens that were not given out yet: those whose states are there, where asked for."""
-        done = sequence.finish_reason is not None
-        full = self.options.states == "full"
-        known = len(sequence.rows) if full and not done else len(sequence.tokens)
-        while sequence.n_given < known:
-            i = sequence.n_given
-            sequence.n_given += 1
-            last = done and i + 1 == len(sequence.tokens)
-            states = None
-            if full and i < len(sequence.rows):
-                states = self._states(sequence, [sequence.rows[i]], [sequence.tokens[i]])
-            elif last and self.options.states == "last" and sequence.rows:
-                states = self._states(sequence, sequence.rows, sequence.tokens[-1:])
-            yield Event(
-                sequence.index,
-                sequence.tokens[i],
-                sequence.pieces[i],
-                states,
-                sequence.logprobs[i] if self.options.logprobs is not None else None,
-                self._generation(sequence) if last else None,
-                sequence.cancel,
-            )
 
 
 def _in_order(events: Iterator[Event], n_prompts: int) -> Iterator[Generation]:
@@ -573,7 +182,7 @@ def generate(
     model = model_or_context if isinstance(model_or_context, Model) else model_or_context.model
     if states not in (None, "last", "full"):
         raise InvalidInputError(f"states must be 'last', 'full' or None, not {states!r}")
-    options = _Options(
+    options = Options(
         integer("max_tokens", max_tokens, 1),
         _strings("stop", stop),
         tuple(integer("a stop token", token, 0) for token in stop_tokens),
@@ -596,12 +205,7 @@ def generate(
     native = context.native
     if not native.has_memory or not native.causal:
         raise UnsupportedError(f"{model.arch} models do not generate text")
-    for seq in range(context.n_seq_max):
-        if native.memory_last(seq) >= 0:
-            raise InvalidInputError(
-                f"sequence {seq} of the context holds tokens; generation needs an empty memory "
-                "(memory.clear())"
-            )
+    check_empty(context)
     room = min(native.n_ctx_seq, native.position_limit)
     base = secrets.randbits(31) if seed is None else integer("seed", seed, 0, 2**32 - 2)
     piece = _pieces(model)
@@ -628,6 +232,6 @@ def generate(
             for token in tokens[-penalty_last_n:].tolist():
                 sampler.accept(token)
         capacity = min(len(tokens) + options.max_tokens, room)
-        sequences.append(_Sequence(index, tokens, sampler, TextStream(piece, options.stop), capacity))
-    events = _Run(context, sequences, chosen, options).events()
+        sequences.append(Prompt(index, tokens, sampler, TextStream(piece, options.stop), capacity))
+    events = Loop(context, room, sequences, chosen, options).events()
     return events if stream else _in_order(events, len(sequences))

@@ -86,22 +86,20 @@ def test_the_order_of_a_batch_changes_no_draft(
             loop.verify(drafts, rng)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, 700])
 @pytest.mark.parametrize("name", ["eagle3", "mtp", "mtp 3 heads", "model"])
-def test_a_prompt_in_chunks_is_the_prompt(
-    name: str, chunk: int, tmp_path: Path, rng: np.random.Generator
-) -> None:
+def test_a_prompt_in_chunks_is_the_prompt(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
     """More of it than waits for a first draft, and in ubatches that cut the chunks."""
     pair = PAIRS[name](tmp_path)
-    text = random_text(rng, 701)
-    with opened(pair, n_ubatch=16) as loop:
-        loop.texts[0] = text
-        for start in range(0, 700, chunk):
-            loop.feed((text[at], at, 0) for at in range(start, min(start + chunk, 700)))
-        for _ in range(2):
-            drafts = loop.draft()
-            assert_drafted(drafts.get(0), pair.oracle, loop.texts[0], length_of(name))
-            loop.verify(drafts, rng)
+    text = random_text(rng, 601)
+    for chunk in (1, 7, 64, 600):
+        with opened(pair, n_ubatch=16) as loop:
+            loop.texts[0] = list(text)
+            for start in range(0, 600, chunk):
+                loop.feed((text[at], at, 0) for at in range(start, min(start + chunk, 600)))
+            for _ in range(2):
+                drafts = loop.draft()
+                assert_drafted(drafts.get(0), pair.oracle, loop.texts[0], length_of(name))
+                loop.verify(drafts, np.random.default_rng(8))
 
 
 @pytest.mark.parametrize("name", ["eagle3", "mtp", "mtp 3 heads", "model"])
@@ -152,8 +150,10 @@ def test_sequences_drafted_together_are_each_alone(
                 alone.start({0: text})
                 draft = alone.draft()[0]
                 assert draft.tokens.tolist() == together[seq].tokens.tolist()
+                others = together[seq].probs
                 assert draft.probs is not None
-                assert np.abs(draft.probs - together[seq].probs).max() < 1e-5
+                assert others is not None
+                assert np.abs(draft.probs - others).max() < 1e-5
 
 
 @pytest.mark.parametrize("name", ["eagle3", "mtp", "mtp 3 heads", "model"])
@@ -257,10 +257,10 @@ def test_drafts_end_where_the_drafts_context_does(
     """Near its end drafts are shorter, beyond it there are none; the target goes on, and nothing raises."""
     pair = PAIRS[name](tmp_path)
     with opened(pair, draft_ctx=256) as loop:
-        loop.start({0: random_text(rng, 250)})
+        loop.start({0: random_text(rng, 251)})
         text = loop.texts[0]
         lengths = []
-        for _ in range(12):
+        for _ in range(9):
             draft = loop.draft().get(0)
             if draft is not None:
                 assert_drafted(draft, pair.oracle, text, len(draft.tokens))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
@@ -151,3 +152,47 @@ def test_short_prompts_do_not_feel_long_ones_under_longrope(
         # It does make a difference, which is why they are kept apart.
         with lt.Extractor(model, n_ctx=512, **EXACT) as extractor:
             assert relative(extractor(short, [1, -1]).array, alone) > 1e-4
+
+
+@pytest.fixture
+def windowed(tmp_path: Path) -> Iterator[lt.Model]:
+    """Blocks that see the last 8 tokens."""
+    with lt.Model(TinyGemma3().write(tmp_path / "gemma3.gguf")) as model:
+        yield model
+
+
+@pytest.mark.parametrize("unified", [True, False])
+def test_a_window_that_others_wrote_into_can_be_taken_back_into(
+    windowed: lt.Model, unified: bool, rng: np.random.Generator
+) -> None:
+    """Two sequences of which each takes tokens back, as in drafting: what a sequence's last token does not
+    see any more is seen again by the one that comes in its place."""
+    first, second = (random_tokens(rng, windowed, n) for n in (37, 20))
+    with windowed.context(n_ctx=512, n_seq_max=2, kv_unified=unified, **EXACT) as context:
+        context.decode(lt.Batch.of(first[:20].tolist(), seq=0))
+        context.decode(lt.Batch.of(second.tolist(), seq=1))
+        context.memory.remove(0, 16)
+        context.decode(lt.Batch.of(first[16:].tolist(), seq=0, pos0=16))
+        assert relative(context.logits(), fresh_logits(windowed, first, 37)) < 1e-5
+        context.memory.remove(1, 16)
+        context.decode(lt.Batch.of([int(second[16])], seq=1, pos0=16))
+        assert relative(context.logits(), fresh_logits(windowed, second, 17)) < 1e-5
+
+
+def test_a_window_that_was_restored_takes_back_what_it_holds(
+    windowed: lt.Model, rng: np.random.Generator
+) -> None:
+    """Rightly, or not at all."""
+    tokens = random_tokens(rng, windowed, 21)
+    with windowed.context(n_ctx=256, n_seq_max=2, **EXACT) as context:
+        context.decode(lt.Batch.of(tokens[:20].tolist()))
+        context.restore(1, context.save(0))
+        try:
+            context.memory.remove(1, 16)
+        except lt.UnsupportedError:
+            assert context.memory.last(1) == 19
+            context.decode(lt.Batch.of(tokens[20:].tolist(), seq=1, pos0=20))
+            assert relative(context.logits(), fresh_logits(windowed, tokens, 21)) < 1e-5
+            return
+        context.decode(lt.Batch.of([int(tokens[16])], seq=1, pos0=16))
+        assert relative(context.logits(), fresh_logits(windowed, tokens, 17)) < 1e-5
