@@ -63,6 +63,7 @@ Floats encode(SpeculativeContext& spec, const Floats& features) {
   Floats states({features.shape(0), static_cast<py::ssize_t>(spec.n_state())});
   float* target = states.mutable_data();
   const GilReleased released;
+  const auto held = spec.hold();
   spec.encode(features.data(), n, target);
   return states;
 }
@@ -70,9 +71,14 @@ Floats encode(SpeculativeContext& spec, const Floats& features) {
 /// (top ids, their probabilities, next states or none, logits or none) of the outputs, in order.
 std::tuple<Ints, Floats, std::optional<Floats>, std::optional<Floats>> decode(
     SpeculativeContext& spec, const Ints& tokens, const std::optional<Floats>& states, const Ints& positions,
-    const Ints& seqs, const std::vector<bool>& outputs, int32_t top_k, bool with_logits) {
+    const Ints& seqs, const std::vector<bool>& outputs, int32_t top_k, bool with_logits, int32_t head) {
   const py::ssize_t n = tokens.size();
   const int32_t width = spec.n_state();
+  if (head < 0 || head >= spec.n_heads()) {
+    throw InvalidInput("head must be in 0.." + std::to_string(spec.n_heads() - 1) + ", not " +
+                       std::to_string(head));
+  }
+  if (width == 0 && states) throw InvalidInput("a plain model takes no states");
   if (positions.size() != n || seqs.size() != n || static_cast<py::ssize_t>(outputs.size()) != n) {
     throw InvalidInput("tokens, positions, seqs and outputs must be of one length");
   }
@@ -109,7 +115,19 @@ std::tuple<Ints, Floats, std::optional<Floats>, std::optional<Floats>> decode(
   float* logits_out = logits ? logits->mutable_data() : nullptr;
   const Poll poll = signal_poll();
   const GilReleased released;
+  const auto held = spec.hold();
   auto& context = *spec.context();
+  // Of several MTP blocks, others are the drafters' to select.
+  const bool chained = spec.n_heads() > 1;
+  struct First {
+    Context& context;
+    bool chained;
+    ~First() {
+      if (chained) context.select_head(0);
+    }
+  };
+  const First first{context, chained};
+  if (chained) context.select_head(head);
   if (n > 0) spec.decode(batch, poll);
   const Use use = context.hold();
   std::vector<float> all(static_cast<size_t>(n_vocab));
@@ -202,20 +220,16 @@ void register_draft(py::module_& module) {
       .def_property_readonly("n_features", &SpeculativeContext::n_features)
       .def_property_readonly("n_state", &SpeculativeContext::n_state)
       .def_property_readonly("n_heads", &SpeculativeContext::n_heads)
+      .def_property_readonly("longest_block",
+                             [](const SpeculativeContext& self) -> std::optional<int32_t> {
+                               if (self.kind() != DraftKind::dflash) return std::nullopt;
+                               return self.block().size - self.block().first_slot;
+                             })
       .def_property_readonly("block_size", [](const SpeculativeContext& self) { return self.block().size; })
-      .def(
-          "select_head",
-          [](SpeculativeContext& self, int32_t head) {
-            if (head < 0 || head >= self.n_heads()) {
-              throw InvalidInput("head must be in 0.." + std::to_string(self.n_heads() - 1));
-            }
-            if (self.n_heads() > 1) self.context()->select_head(head);
-          },
-          py::arg("head"))
       .def("encode", &encode, py::arg("features").noconvert())
       .def("decode", &decode, py::arg("tokens").noconvert(), py::arg("states").noconvert(),
            py::arg("positions").noconvert(), py::arg("seqs").noconvert(), py::arg("outputs"),
-           py::arg("top_k"), py::arg("with_logits"),
+           py::arg("top_k"), py::arg("with_logits"), py::arg("head"),
            "(ids, probabilities, next states or None, logits or None) of the outputs.");
 
   py::class_<Drafter> drafter(module, "Drafter", "Guesses the next tokens of sequences.");

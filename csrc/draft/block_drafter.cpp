@@ -31,6 +31,7 @@ int32_t BlockDrafter::waiting(const Sequence& sequence) const {
 
 void BlockDrafter::process(const Batch& batch, const float* states, const Poll& poll) {
   const auto held = lock();
+  const auto use = spec_->hold();
   const auto entries = entries_by_sequence(batch);
   const auto width = static_cast<size_t>(spec_->n_features());
   for (const auto& [seq, rows] : entries) {
@@ -69,6 +70,7 @@ void BlockDrafter::accept(int32_t seq, int32_t n) {
 
 void BlockDrafter::reset(int32_t seq) {
   const auto held = lock();
+  const auto use = spec_->hold();
   spec_->check_sequence(seq);
   sequences_[seq] = Sequence();
   spec_->context()->memory_remove(seq, -1, -1);
@@ -113,7 +115,7 @@ void BlockDrafter::read_block(const DraftRequest& request, int32_t first_row, in
   const auto& block = spec_->block();
   for (int32_t i = 0; i < limit; ++i) {
     const int32_t row = first_row + block.first_slot + i;
-    const Choice choice = choose(context.output_logits(row), context.model()->vocab().size(), settings_,
+    const Choice choice = choose(context.output_logits(row), spec_->n_vocab(), vocab.size(), settings_,
                                  request, static_cast<size_t>(i));
     const float sure =
         block.chained && block.has_confidence && settings_.p_min > 0 ? *context.next_state(row) : choice.best;
@@ -125,6 +127,7 @@ void BlockDrafter::read_block(const DraftRequest& request, int32_t first_row, in
 
 std::vector<Draft> BlockDrafter::draft(const std::vector<DraftRequest>& requests, const Poll& poll) {
   const auto held = lock();
+  const auto use = spec_->hold();
   auto& context = *spec_->context();
   const auto& block = spec_->block();
   std::vector<Draft> drafts(requests.size());

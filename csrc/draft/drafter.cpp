@@ -38,14 +38,14 @@ void check_contiguous(const Batch& batch, const std::vector<int32_t>& rows) {
   }
 }
 
-Choice choose(const float* logits, int32_t n_vocab, const DraftSettings& settings,
+Choice choose(const float* logits, int32_t n_vocab, int32_t n_target, const DraftSettings& settings,
               const DraftRequest& request, size_t length) {
   if (settings.temperature <= 0) {
     const auto [token, prob] = most_likely(logits, n_vocab);
     return {token, prob, prob, {}};
   }
   Choice choice;
-  choice.distribution.resize(static_cast<size_t>(n_vocab));
+  choice.distribution.resize(static_cast<size_t>(n_target));
   softmax(logits, n_vocab, settings.temperature, choice.distribution.data());
   std::seed_seq keys{settings.seed, request.seed,
                      static_cast<uint32_t>(request.position) + static_cast<uint32_t>(length)};

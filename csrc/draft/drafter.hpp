@@ -77,8 +77,9 @@ struct Choice {
   std::vector<float> distribution;  // that it was drawn from; empty when it is the most likely one
 };
 
-/// The token after `length` others of a draft.
-Choice choose(const float* logits, int32_t n_vocab, const DraftSettings& settings,
+/// The token after `length` others of a draft, of the first `n_vocab`: those that target and draft have both.
+/// The distribution is over the `n_target` tokens of the target.
+Choice choose(const float* logits, int32_t n_vocab, int32_t n_target, const DraftSettings& settings,
               const DraftRequest& request, size_t length);
 
 /// Appends a choice to a draft.

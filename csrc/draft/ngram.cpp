@@ -46,6 +46,11 @@ void NGramDrafter::process(const Batch& batch, const float*, const Poll&) {
   for (const auto& [seq, rows] : entries) {
     auto& sequence = sequences_[seq];
     sequence.batch_start = static_cast<size_t>(batch.positions()[rows.front()]);
+    if (sequence.batch_start < sequence.indexed) {
+      // The text goes another way from here.
+      sequence.ends.clear();
+      sequence.indexed = 0;
+    }
     sequence.tokens.resize(sequence.batch_start);
     for (const int32_t row : rows) sequence.tokens.push_back(batch.tokens()[row]);
   }
@@ -93,7 +98,10 @@ std::vector<Draft> NGramDrafter::draft(const std::vector<DraftRequest>& requests
       const bool same = std::equal(text.end() - static_cast<std::ptrdiff_t>(n), text.end(),
                                    text.begin() + static_cast<std::ptrdiff_t>(end - n));
       if (!same) continue;
-      for (size_t k = end; k < text.size() && tokens.size() < limit; ++k) tokens.push_back(text[k]);
+      // Beyond the text's end, what is drafted goes on repeating itself.
+      for (size_t k = end; tokens.size() < limit; ++k) {
+        tokens.push_back(k < text.size() ? text[k] : tokens[k - text.size()]);
+      }
     }
     text.pop_back();
     if (static_cast<int32_t>(tokens.size()) < n_min_) tokens.clear();

@@ -241,6 +241,16 @@ void SpeculativeContext::fit_dflash() {
   }
 }
 
+int32_t SpeculativeContext::n_vocab() const {
+  return std::min(draft_->vocab().size(), target_->model()->vocab().size());
+}
+
+std::unique_lock<std::mutex> SpeculativeContext::hold() {
+  std::unique_lock<std::mutex> held(mutex_, std::try_to_lock);
+  if (!held) throw Busy("another thread is using this speculative context");
+  return held;
+}
+
 void SpeculativeContext::check_sequence(int32_t seq) const {
   const auto n = static_cast<int32_t>(context_->options().n_seq_max);
   if (seq < 0 || seq >= n) {

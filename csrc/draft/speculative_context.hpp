@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -46,6 +47,10 @@ class SpeculativeContext {
   /// MTP blocks that are used one after the other.
   int32_t n_heads() const { return n_heads_; }
   const DraftBlock& block() const { return block_; }
+  /// The tokens that draft and target have both.
+  int32_t n_vocab() const;
+  /// Held by who decodes and then reads what came of it. Throws Busy.
+  std::unique_lock<std::mutex> hold();
   /// Throws InvalidInput for a sequence id that the context does not have.
   void check_sequence(int32_t seq) const;
 
@@ -82,6 +87,7 @@ class SpeculativeContext {
   int32_t n_heads_ = 1;
   DraftBlock block_;
   bool shares_memory_ = false;
+  std::mutex mutex_;
 };
 
 }  // namespace llamatap

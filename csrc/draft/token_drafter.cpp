@@ -67,17 +67,24 @@ void TokenDrafter::take(Sequence& sequence, Row row, bool first) {
 
 void TokenDrafter::process(const Batch& batch, const float* states, const Poll& poll) {
   const auto held = lock();
+  const auto use = spec_->hold();
   const auto entries = entries_by_sequence(batch);
   for (const auto& [seq, rows] : entries) {
     spec_->check_sequence(seq);
     if (!sequences_[seq].lost) check_start(sequences_[seq], seq, batch.positions()[rows.front()]);
     check_contiguous(batch, rows);
   }
-  for (const int32_t token : batch.tokens()) spec_->context()->model()->vocab().check(token);
+  for (const int32_t token : batch.tokens()) spec_->target()->model()->vocab().check(token);
+  const int32_t n_vocab = spec_->n_vocab();
   const auto width = static_cast<size_t>(spec_->n_features());
   for (const auto& [seq, rows] : entries) {
     auto& sequence = sequences_[seq];
-    if (sequence.rows.size() > kMostWaiting) try_flush(seq, sequence, poll);
+    // Of a vocabulary with other padding: the draft cannot go on.
+    const auto unknown = [&](int32_t row) { return batch.tokens()[row] >= n_vocab; };
+    if (std::any_of(rows.begin(), rows.end(), unknown)) lose(seq, sequence);
+    const bool goes_on =
+        !sequence.rows.empty() && batch.positions()[rows.front()] == sequence.rows.back().position + 1;
+    if (goes_on && sequence.rows.size() > kMostWaiting) try_flush(seq, sequence, poll);
     if (sequence.lost) continue;
     bool first = true;
     for (const int32_t row : rows) {
@@ -106,6 +113,7 @@ void TokenDrafter::accept(int32_t seq, int32_t n) {
 
 void TokenDrafter::reset(int32_t seq) {
   const auto held = lock();
+  const auto use = spec_->hold();
   spec_->check_sequence(seq);
   sequences_[seq] = Sequence();
   if (!spec_->shares_memory()) spec_->context()->memory_remove(seq, -1, -1);
@@ -174,15 +182,19 @@ void TokenDrafter::flush(int32_t seq, Sequence& sequence, const Poll& poll) {
   forget();
 }
 
+void TokenDrafter::lose(int32_t seq, Sequence& sequence) {
+  sequence = Sequence();
+  sequence.lost = true;
+  if (!spec_->shares_memory()) spec_->context()->memory_remove(seq, -1, -1);
+}
+
 /// The same; a sequence for which the memory has no room is drafted for no more. Returns whether there was.
 bool TokenDrafter::try_flush(int32_t seq, Sequence& sequence, const Poll& poll) {
   try {
     flush(seq, sequence, poll);
   } catch (const ContextFull&) {
     if (spec_->n_heads() > 1) spec_->context()->select_head(0);
-    sequence = Sequence();
-    sequence.lost = true;
-    spec_->context()->memory_remove(seq, -1, -1);
+    lose(seq, sequence);
   }
   return !sequence.lost;
 }
@@ -191,9 +203,9 @@ bool TokenDrafter::try_flush(int32_t seq, Sequence& sequence, const Poll& poll) 
 bool TokenDrafter::take_choice(Live& one) {
   const auto& context = *spec_->context();
   const auto& target_vocab = spec_->target()->model()->vocab();
-  const Choice choice = choose(context.output_logits(one.row), context.model()->vocab().size(), settings_,
-                               *one.request, one.draft->tokens.size());
-  if (choice.best < settings_.p_min || choice.token >= target_vocab.size()) return false;
+  const Choice choice = choose(context.output_logits(one.row), spec_->n_vocab(), target_vocab.size(),
+                               settings_, *one.request, one.draft->tokens.size());
+  if (choice.best < settings_.p_min) return false;
   append(*one.draft, choice);
   return static_cast<int32_t>(one.draft->tokens.size()) < one.limit &&
          !target_vocab.is_end_of_generation(choice.token);
@@ -231,6 +243,7 @@ void TokenDrafter::step(std::vector<Live>& live, const Poll& poll) {
 
 std::vector<Draft> TokenDrafter::draft(const std::vector<DraftRequest>& requests, const Poll& poll) {
   const auto held = lock();
+  const auto use = spec_->hold();
   auto& context = *spec_->context();
   const bool chained = spec_->n_heads() > 1;
   std::vector<Draft> drafts(requests.size());
@@ -244,7 +257,8 @@ std::vector<Draft> TokenDrafter::draft(const std::vector<DraftRequest>& requests
     if (std::find(drafting.begin(), drafting.end(), &sequence) != drafting.end()) {
       throw InvalidInput("sequence " + std::to_string(request.seq) + " is asked for twice");
     }
-    context.model()->vocab().check(request.last_token);
+    spec_->target()->model()->vocab().check(request.last_token);
+    if (request.last_token >= spec_->n_vocab()) lose(request.seq, sequence);
     if (sequence.lost) continue;
     const int32_t next = sequence.rows.empty() ? 0 : sequence.rows.back().position + 1;
     if (request.position != next || next == 0) {

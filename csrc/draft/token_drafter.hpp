@@ -36,7 +36,7 @@ class TokenDrafter : public Drafter {
     /// Entries of the target whose states were not used yet; the first one is the oldest.
     std::vector<Row> rows;
     size_t batch_start = 0;  // the first of the last batch
-    bool lost = false;       // there was no room for it
+    bool lost = false;       // there was no room for it, or it holds a token that the draft does not know
     int32_t seed = -1;       // the token that the first row's state was last paired with, in a draft
   };
   struct Live;
@@ -46,6 +46,7 @@ class TokenDrafter : public Drafter {
   void take(Sequence& sequence, Row row, bool first);
   void encode(const std::vector<Sequence*>& sequences);
   void flush(int32_t seq, Sequence& sequence, const Poll& poll);
+  void lose(int32_t seq, Sequence& sequence);
   bool try_flush(int32_t seq, Sequence& sequence, const Poll& poll);
   Batch empty_batch() const;
   void add(Batch& batch, int32_t token, const float* state, int32_t position, int32_t seq, bool output) const;

@@ -255,4 +255,12 @@ void GgufFile::check_vocabulary() const {
   }
 }
 
+bool GgufFile::has_tensor(const std::string& prefix) const {
+  for (int64_t i = 0; i < gguf_get_n_tensors(file_.get()); ++i) {
+    if (std::string_view(gguf_get_tensor_name(file_.get(), i)).substr(0, prefix.size()) == prefix)
+      return true;
+  }
+  return false;
+}
+
 }  // namespace llamatap

@@ -31,6 +31,9 @@ class GgufFile {
   /// vocabulary without tokens. The other files of a split model are checked too.
   void check() const;
 
+  /// Whether it has a tensor whose name begins so. Of a split model: in this part.
+  bool has_tensor(const std::string& prefix) const;
+
   /// This file, and where it is the first of a split model, the others.
   std::vector<std::string> parts() const;
 

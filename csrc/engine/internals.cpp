@@ -16,6 +16,8 @@
 #include "llama-context.h"
 #include "llama-ext.h"
 #include "llama-graph.h"
+#include "llama-kv-cache-iswa.h"
+#include "llama-kv-cache.h"
 #include "llama-memory.h"
 #include "llama-model.h"
 
@@ -94,6 +96,12 @@ bool can_shift(const llama_model* model) {
 
 int32_t n_splits(const llama_context* context) {
   return ggml_backend_sched_get_n_splits(context->get_sched());
+}
+
+int32_t first_position(const llama_context* context, int32_t seq) {
+  const auto* memory = context->get_memory();
+  const auto* windows = dynamic_cast<const llama_kv_cache_iswa*>(memory);
+  return windows == nullptr ? memory->seq_pos_min(seq) : windows->get_base()->seq_pos_min(seq);
 }
 
 void apply_memory_updates(llama_context* context) { context->memory_update(/*optimize=*/false); }

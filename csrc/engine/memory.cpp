@@ -39,8 +39,11 @@ void Context::check_sequence(int32_t seq) const {
 /// p0.
 bool Context::can_remove_suffix(int32_t seq, int32_t p0) const {
   const int32_t window = model_->n_swa();
-  if (window == 0 || options_.swa_full || p0 <= 0) return true;
-  return llama_memory_seq_pos_min(llama_get_memory(context_.get()), seq) <= std::max(0, p0 - window);
+  if (window == 0 || p0 <= 0) return true;
+  // Also with swa_full: the engine lets other tokens have the places of those that no window reaches.
+  const int64_t first = held_[seq].empty() ? 0 : held_[seq].first();
+  const int32_t kept = llama_memory_seq_pos_min(llama_get_memory(context_.get()), seq);
+  return kept <= std::max<int64_t>(first, p0 - window);
 }
 
 llama_memory_i* Context::engine_memory() const {
@@ -53,7 +56,8 @@ void Context::drop(int32_t seq) {
   held_[seq] = {};
   rewindable_[seq] = 0;
   if (std::all_of(held_.begin(), held_.end(), [](const Positions& held) { return held.empty(); })) {
-    clear_memory(/*data=*/true);
+    // MTP blocks that are computed in turn keep theirs in the same places, and find them by position alone.
+    clear_memory(/*data=*/!options_.mtp);
   }
 }
 
@@ -84,7 +88,8 @@ void Context::memory_remove(int32_t seq, int32_t p0, int32_t p1) {
   if (range.begin <= held.last() && !can_remove_suffix(seq, p0)) {
     throw Unsupported("the sliding-window layers of " + model_->arch() +
                       " no longer hold what comes before position " + std::to_string(p0) +
-                      "; remove the whole sequence, or make the context with swa_full=True");
+                      "; remove the whole sequence, or make the context with swa_full=True and, for several "
+                      "sequences, kv_unified=False");
   }
   // The engine keeps a state for each of the last n_rs_seq+1 tokens of one ubatch, for one way back.
   const bool rewinds = range.end > held.last() && held.last() + 1 - range.begin <= rewindable_[seq];
@@ -225,7 +230,7 @@ void Context::restore(int32_t seq, const std::string& state) {
   const auto found = [&] {
     held_[seq] = {};
     // Recurrent layers hold what all tokens came to; the engine calls that the last position.
-    const int32_t first = recurrent_ ? 0 : llama_memory_seq_pos_min(memory, seq);
+    const int32_t first = recurrent_ ? 0 : internals::first_position(context_.get(), seq);
     held_[seq].add({first, int64_t{llama_memory_seq_pos_max(memory, seq)} + 1});
     rewindable_[seq] = 0;
   };

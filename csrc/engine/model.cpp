@@ -30,7 +30,7 @@ void Model::Free::operator()(llama_model* model) const {
 }
 
 Model::Model(std::unique_ptr<llama_model, Free> model, std::string path, const ModelOptions& options,
-             Metadata metadata)
+             Metadata metadata, bool blocks_alone)
     : model_(std::move(model)),
       path_(std::move(path)),
       options_(options),
@@ -38,6 +38,7 @@ Model::Model(std::unique_ptr<llama_model, Free> model, std::string path, const M
       vocab_(llama_model_get_vocab(model_.get())),
       process_(model_.get_deleter().process),
       has_experts_(internals::has_experts(model_.get())),
+      blocks_alone_(blocks_alone),
       on_gpu_(!internals::device_names(model_.get()).empty()) {}
 
 std::shared_ptr<Model> Model::load(const std::string& path, const ModelOptions& options,
@@ -101,7 +102,11 @@ std::shared_ptr<Model> Model::load(const std::string& path, const ModelOptions& 
   if (!model) throw ModelLoadFailed("cannot load " + path + ": " + reason);
   if (progress) progress(1.0F);
   // The constructor is private.
-  return std::shared_ptr<Model>(new Model(std::move(model), path, options, std::move(metadata)));
+  const bool blocks_alone = internals::draft_traits(model.get()).n_mtp > 0 &&
+                            llama_model_n_layer(model.get()) > 0 && file.parts().size() == 1 &&
+                            !file.has_tensor("blk.0.");
+  return std::shared_ptr<Model>(
+      new Model(std::move(model), path, options, std::move(metadata), blocks_alone));
 }
 
 std::string Model::arch() const {
@@ -147,6 +152,7 @@ bool Model::is_encoder() const { return (has_encoder() && !has_decoder()) || arc
 
 std::string Model::refusal() const {
   const std::string name = arch();
+  if (blocks_alone_) return "the file holds MTP blocks alone, without the model; they draft for another";
   if (name == "eagle3" || name == "dflash" || name == "gemma4-assistant") {
     return "this is no language model of its own; it drafts for another";
   }

@@ -86,7 +86,7 @@ class Model {
   };
 
   Model(std::unique_ptr<llama_model, Free> model, std::string path, const ModelOptions& options,
-        Metadata metadata);
+        Metadata metadata, bool blocks_alone);
 
   std::unique_ptr<llama_model, Free> model_;
   std::string path_;
@@ -95,6 +95,7 @@ class Model {
   Vocab vocab_;
   int32_t process_;
   bool has_experts_;
+  bool blocks_alone_;  // MTP blocks without the trunk that they follow
   bool on_gpu_;
 };
 

@@ -378,6 +378,7 @@ class SpeculativeContext:
         outputs: collections.abc.Sequence[bool],
         top_k: typing.SupportsInt | typing.SupportsIndex,
         with_logits: bool,
+        head: typing.SupportsInt | typing.SupportsIndex,
     ) -> tuple[
         numpy.typing.NDArray[numpy.int32],
         numpy.typing.NDArray[numpy.float32],
@@ -390,13 +391,14 @@ class SpeculativeContext:
     def encode(
         self, features: numpy.typing.NDArray[numpy.float32]
     ) -> numpy.typing.NDArray[numpy.float32]: ...
-    def select_head(self, head: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     @property
     def block_size(self) -> int: ...
     @property
     def context(self) -> Context: ...
     @property
     def kind(self) -> str: ...
+    @property
+    def longest_block(self) -> int | None: ...
     @property
     def n_features(self) -> int: ...
     @property

@@ -114,11 +114,12 @@ class Loop:
         self.layers = tuple(dict.fromkeys((*needed, *wanted)))
         self.columns = [self.layers.index(layer) for layer in wanted]
         model = context._loaded
+        self.n_swa = model.n_swa
         #: Whether the memory can give up the end of a sequence: always, for as many tokens, or never.
         self.rewinds: Literal["any", "some", "none"] = "any"
         if model.is_recurrent or model.is_hybrid:
             self.rewinds = "some" if context.n_rs_seq > 0 else "none"
-        elif not context.swa_full and model.n_swa > 0:
+        elif not context.swa_full and self.n_swa > 0:
             self.rewinds = "none"
 
     def events(self) -> Iterator[Event]:
@@ -230,6 +231,8 @@ class Loop:
     def _parts(self) -> list[list[Prompt]]:
         """The sequences of each pass: all in one, but where the memory gives up only what the last ubatch
         brought. The engine cuts sequences of different length, or many of them, into several."""
+        if self.context.kv_unified and self.n_swa > 0 and self.rewinds == "any":
+            return self._parts_of_windows()
         if self.rewinds != "some":
             return [self.live]
         lengths = {len(one.draft.tokens) for one in self.live}
@@ -237,6 +240,21 @@ class Loop:
         if lengths == {0} or (len(lengths) == 1 and n_rows <= self._most_rows):
             return [self.live]
         return [[one] for one in self.live]
+
+    def _parts_of_windows(self) -> list[list[Prompt]]:
+        """A ubatch may take the places of tokens that no window reaches any more, of any sequence: what
+        stands of a draft must be known before the next ubatch."""
+        parts: list[list[Prompt]] = []
+        n_rows = 0
+        for one in sorted(self.live, key=lambda one: one.fresh):
+            n_own = len(one.prompt) if one.fresh else 1 + len(one.draft.tokens)
+            is_same = parts and one.fresh == parts[-1][0].fresh and n_rows + n_own <= self._most_rows
+            if not is_same:
+                parts.append([])
+                n_rows = 0
+            parts[-1].append(one)
+            n_rows += n_own
+        return parts
 
     def _pass(self, sequences: Sequence[Prompt]) -> None:
         """One decode of the target, and what follows from it."""

@@ -119,6 +119,19 @@ class Memory(NotCopied):
         return self._context.native.memory_last(_sequence(seq))
 
 
+def thread_count(n_threads: int | None) -> int:
+    """`n_threads` checked, with a warning of too many; None: the number of physical cores."""
+    threads = default_threads() if n_threads is None else integer("n_threads", n_threads, 1)
+    if 512 >= threads > (usable := len(usable_cpus())):
+        warnings.warn(
+            f"n_threads={threads} is more than the {usable} CPUs of this process: the engine's threads "
+            "wait for each other by spinning, and a decode takes many times as long",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    return threads
+
+
 def _position(position: int | None) -> int:
     if position is None:
         return -1
@@ -227,14 +240,7 @@ class Context(NotCopied):
         self.n_seq_max = integer("n_seq_max", n_seq_max, 1)
         self.n_rs_seq = integer("n_rs_seq", n_rs_seq, 0)
         self.n_outputs_max = integer("n_outputs_max", n_outputs_max, 0)
-        threads = default_threads() if n_threads is None else integer("n_threads", n_threads, 1)
-        if 512 >= threads > (usable := len(usable_cpus())):
-            warnings.warn(
-                f"n_threads={threads} is more than the {usable} CPUs of this process: the engine's threads "
-                "wait for each other by spinning, and a decode takes many times as long",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+        threads = thread_count(n_threads)
         # The model's own object may be closed before this one is.
         self._loaded = model.native
         self._n_layer = model.n_layer

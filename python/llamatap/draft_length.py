@@ -14,7 +14,7 @@ _KEPT = 0.98
 # A first guess that weighs as much as two tries: every other token is accepted.
 _PRIOR_HITS, _PRIOR_TRIES = 1.0, 2.0
 # Every so many rounds another length is tried, so that costs and acceptance do not go stale.
-_EXPLORE_EVERY = 24
+_EXPLORE_EVERY = 12
 _MEASURED = 9
 
 
@@ -28,7 +28,8 @@ class DraftLength:
     rounds with k drafted tokens took (the median of the last 9; between lengths that were measured, on a
     line), the length is the k that maximises tokens over seconds. Older rounds count less: the weight of one
     is 0.98 of that of the next. The first rounds measure the longest draft, none, one of a single token and
-    one of half the length, twice each; later every 24th round tries a neighbour of the best length.
+    one of half the length, twice each; later every 12th round tries another length: in turn the ones beside
+    the best, the longest, and half of it.
     """
 
     def __init__(self, longest: int) -> None:
@@ -41,9 +42,6 @@ class DraftLength:
 
     def observe(self, drafted: int, accepted: int) -> None:
         """A draft of ``drafted`` tokens was verified, ``accepted`` of them stood."""
-        for i in range(self.longest):
-            self._hits[i] *= _KEPT
-            self._tries[i] *= _KEPT
         for i in range(min(accepted + 1, drafted, self.longest)):
             self._tries[i] += 1
             self._hits[i] += i < accepted
@@ -92,11 +90,15 @@ class DraftLength:
     def choose(self) -> int:
         """The length for the next round."""
         self._rounds += 1
+        # Also of rounds without a draft: what is known of acceptance is old by then.
+        for i in range(self.longest):
+            self._hits[i] *= _KEPT
+            self._tries[i] *= _KEPT
         if self._first:
             return self._first.pop(0)
         best = self.best()
         if self._rounds % _EXPLORE_EVERY:
             return best
-        step = 1 if self._rounds // _EXPLORE_EVERY % 2 else -1
-        other = best + step
-        return best - step if not 0 <= other <= self.longest else other
+        others = [best + 1, self.longest, best - 1, self.longest // 2]
+        other = others[self._rounds // _EXPLORE_EVERY % len(others)]
+        return other if 0 <= other <= self.longest and other != best else max(best - 1, 1)

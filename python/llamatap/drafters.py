@@ -202,6 +202,7 @@ class _Speculative(_Native):
             raise InvalidInputError(
                 f"{type(self).__name__} drafts with a file of the kind {' or '.join(self._kinds)}; "
                 f"{spec.model.path.name} is of the kind {spec.kind}"
+                + (" (or was loaded without load_mtp=True)" if "mtp" in self._kinds else "")
             )
         probability = number("p_min", p_min)
         if not 0 <= probability <= 1:
@@ -217,7 +218,9 @@ class _Speculative(_Native):
             temperature=heat,
             seed=integer("seed", seed, 0, 2**32 - 1),
         )
-        super().__init__(core, n_max)
+        # Several MTP blocks give a token each; the places of a DFlash block, one less than there are or all.
+        most = spec.n_heads if spec.n_heads > 1 else spec.longest_block
+        super().__init__(core, n_max if n_max == "auto" or most is None else min(n_max, most))
         self.spec = spec
         self.target_layers = spec.target_layers
 
@@ -377,23 +380,26 @@ class CallableDrafter(Drafter):
         self._starts: dict[int, int] = {}
 
     def process(self, batch: Batch) -> None:
-        started: set[int] = set()
+        if batch.n_embd > 0:
+            raise InvalidInputError("the drafter needs token ids; this batch holds embeddings")
+        texts: dict[int, list[int]] = {}
+        starts: dict[int, int] = {}
         for token, position, seqs in sorted(
             zip(batch.tokens.tolist(), batch.positions.tolist(), batch.sequences, strict=True),
             key=lambda entry: entry[1],
         ):
             for seq in seqs:
-                text = self._texts.setdefault(seq, [])
-                if seq not in started:
-                    started.add(seq)
-                    self._starts[seq] = position
-                    del text[position:]
-                if position != len(text):
+                if seq not in starts:
+                    starts[seq] = position
+                    texts[seq] = self._texts.get(seq, [])[:position]
+                if position != len(texts[seq]):
                     raise InvalidInputError(
-                        f"sequence {seq} goes on at position {len(text)}, not {position}; a drafter must "
-                        "process every batch"
+                        f"sequence {seq} goes on at position {len(texts[seq])}, not {position}; a drafter "
+                        "must process every batch"
                     )
-                text.append(token)
+                texts[seq].append(token)
+        self._texts.update(texts)
+        self._starts.update(starts)
 
     def draft(self, requests: Mapping[int, DraftRequest]) -> dict[int, Draft]:
         drafts = {}

@@ -13,8 +13,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from llamatap import _saved
 from llamatap._check import NotCopied, flag, instance, integer
-from llamatap._native import _core, default_threads, flush_log
-from llamatap.context import Context, Memory
+from llamatap._native import _core, flush_log
+from llamatap.context import Context, Memory, thread_count
 from llamatap.errors import ClosedError, InvalidInputError
 from llamatap.layers import LayerId
 from llamatap.model import Model, token_array
@@ -41,13 +41,23 @@ class DraftOutput:
 
 
 def _float_rows(name: str, values: ArrayLike) -> NDArray[np.float32]:
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise InvalidInputError(f"{name} must be a float32 matrix: {error}") from None
     if array.dtype != np.float32 or array.ndim != 2:
         raise InvalidInputError(f"{name} must be a float32 matrix, not {array.dtype} of shape {array.shape}")
     if not np.isfinite(array).all():
         # In a memory they would come to sequences that have nothing to do with this one.
         raise InvalidInputError(f"{name} hold NaN or infinity")
     return np.ascontiguousarray(array)
+
+
+def _integers(name: str, values: ArrayLike) -> NDArray[np.int32]:
+    try:
+        return token_array(values)
+    except InvalidInputError as error:
+        raise InvalidInputError(str(error).replace("token ids", name)) from None
 
 
 class SpeculativeContext(NotCopied):
@@ -117,7 +127,7 @@ class SpeculativeContext(NotCopied):
                 n_batch=max(n_ubatch, 512),
                 n_ubatch=n_ubatch,
                 n_seq_max=self.n_seq_max,
-                n_threads=default_threads() if n_threads is None else integer("n_threads", n_threads, 1),
+                n_threads=thread_count(n_threads),
                 type_k=type_k,
                 type_v=type_v,
                 flash_attention=-1 if flash_attn is None else int(flag("flash_attn", flash_attn)),
@@ -125,7 +135,7 @@ class SpeculativeContext(NotCopied):
             )
         finally:
             flush_log()
-        self._types = (type_k, type_v)
+        self._facts = {"arch": draft.arch, "type_k": type_k, "type_v": type_v}
         self._context = self._native.context
         #: How it drafts: "model", "eagle3", "mtp" or "dflash".
         self.kind: Literal["model", "eagle3", "mtp", "dflash"] = self._native.kind  # type: ignore[assignment]
@@ -199,6 +209,11 @@ class SpeculativeContext(NotCopied):
         return self.core.n_heads
 
     @property
+    def longest_block(self) -> int | None:
+        """The tokens that a block of a DFlash file gives at most; None for other files."""
+        return self.core.longest_block
+
+    @property
     def memory(self) -> Memory:
         """The draft's memory of its sequences: the same operations as the target's."""
         return Memory(self)
@@ -267,34 +282,34 @@ class SpeculativeContext(NotCopied):
         core = self.core
         ids = token_array(tokens)
         n = len(ids)
-        flags = [outputs] * n if isinstance(outputs, (bool, np.bool_)) else list(outputs)
+        if isinstance(outputs, (bool, np.bool_)):
+            outputs = [bool(outputs)] * n
+        elif not isinstance(outputs, (Sequence, np.ndarray)) or isinstance(outputs, (str, bytes)):
+            raise InvalidInputError(f"outputs must be a bool or a list of them, not {outputs!r}")
         if isinstance(seqs, (int, np.integer)):
             seqs = np.full(n, integer("seqs", seqs), np.int32)
-        rows = None if core.n_state == 0 or states is None else _float_rows("states", states)
-        core.select_head(integer("head", head))
+        rows = None if states is None else _float_rows("states", states)
         try:
             return DraftOutput(
                 *core.decode(
                     ids,
                     rows,
-                    token_array(positions),
-                    token_array(seqs),
-                    [flag("an output", value) for value in flags],
+                    _integers("positions", positions),
+                    _integers("seqs", seqs),
+                    [flag("an output", value) for value in outputs],
                     integer("top_k", top_k),
                     flag("logits", logits),
+                    integer("head", head),
                 )
             )
         finally:
-            core.select_head(0)
             flush_log()
 
     def _fingerprint(self) -> dict[str, Any]:
         return {
             "kind": self.kind,
-            "arch": self.model.arch,
             "weights": self.model.sample,
-            "type_k": self._types[0],
-            "type_v": self._types[1],
+            **self._facts,
             "n_state": self.n_state,
             "engine": _core.build_info()["engine_commit"],
         }

@@ -139,7 +139,7 @@ def test_tokens_are_those_without_a_drafter(sampling: str, n_seq_max: int, targe
             drafted = sum(one.stats.drafted for one in found)
             accepted[name] = sum(one.stats.accepted for one in found)
             assert (drafted == 0) == (name == "none")
-            assert accepted[name] < drafted or name == "none"
+            assert accepted[name] < drafted or name in ("none", "right")
     assert accepted["half"] > 5
 
 
@@ -149,7 +149,7 @@ def test_what_comes_after_a_rejection_is_what_a_fresh_prefill_gives(target: Targ
         drafter = target.guessing(wrong=0.5, longest=4)
         found = run(target, context, drafter, "greedy", logprobs=1024)
         rejected = sum(one.stats.drafted - one.stats.accepted for one in found)
-        assert rejected > 10
+        assert rejected > 5
     with target.context(1, n_rs_seq=0) as fresh:
         for prompt, one in zip(target.prompts, found, strict=True):
             assert one.logprobs is not None
@@ -263,3 +263,32 @@ def test_an_ubatch_that_is_too_small_is_refused_with_the_context(
         prompts = ragged(np.random.default_rng(2), model.n_vocab, [20] * n_seq_max)
         found = list(lt.generate(context, prompts, max_tokens=3, ignore_eos=True))
         assert [one.tokens.tolist() for one in found] == [by_hand(model, prompt, 3) for prompt in prompts]
+
+
+@pytest.mark.parametrize("n_ubatch", [8, 16])
+@pytest.mark.parametrize("swa_full", [True, False])
+def test_a_batch_of_two_ubatches_loses_nothing_of_a_window(
+    swa_full: bool, n_ubatch: int, files: Callable[[str], Path], rng: np.random.Generator
+) -> None:
+    """The engine finds places for all ubatches beforehand. One for the second may be that of a token which
+    leaves the window with the first, and the first still needs those before it."""
+    with lt.Model(files("tiny-gemma3")) as model:
+        one, other, gone = ragged(rng, model.n_vocab, (9, 5, 8))
+        batch = lt.Batch()
+        for position in range(5, 9):
+            batch.add(one[position], position, 0, output=True)
+        for position in range(5):
+            batch.add(other[position], position, 1, output=True)
+        options = {"n_ctx": 512, "n_batch": 16, "n_ubatch": n_ubatch, "swa_full": swa_full, **EXACT}
+        with model.context(n_seq_max=2, **options) as context:
+            context.decode(lt.Batch.of(one[:1]))
+            context.decode(lt.Batch.of(gone, seq=1))
+            context.decode(lt.Batch.of(one[1:5], pos0=1))
+            context.memory.remove(1)
+            context.decode(batch)
+            found = [context.logits(row) for row in range(9)]
+        texts = [one[: i + 1] for i in range(5, 9)] + [other[: i + 1] for i in range(5)]
+        for text, logits in zip(texts, found, strict=True):
+            with model.context(n_ctx=512, **EXACT) as context:
+                context.decode(lt.Batch.of(text))
+                assert relative(logits, context.logits()) < BOUND

@@ -75,13 +75,13 @@ def chained_mtp(context: lt.Context, folder: Path, table: Table, n_max: int) -> 
 
 
 def ngrams(longest: int, shortest: int) -> Draft:
-    """What followed the last time that the longest n-gram came by."""
+    """What followed the last time that the longest n-gram came by, up to here, again and again."""
 
     def draft(text: Sequence[int], n_max: int) -> list[int]:
         for n in range(longest, shortest - 1, -1):
             for end in range(len(text) - 1, n - 1, -1):
-                if list(text[end - n : end]) == list(text[-n:]) and n < len(text):
-                    return list(text[end : end + n_max])
+                if list(text[end - n : end]) == list(text[-n:]):
+                    return (list(text[end:]) * n_max)[:n_max]
         return []
 
     return draft
