@@ -174,18 +174,30 @@ void TokenDrafter::flush(int32_t seq, Sequence& sequence, const Poll& poll) {
   }
   for (int32_t head = 0; head < spec_->n_heads(); ++head) {
     // The memory of each head is built over the same positions.
-    context.memory_remove(seq, decoded(sequence), -1);
+    if (!take_back(seq, sequence)) break;
     if (spec_->n_heads() > 1) context.select_head(head);
     spec_->store(batch, poll);
   }
   if (spec_->n_heads() > 1) context.select_head(0);
-  forget();
+  if (!sequence.lost) forget();
 }
 
 void TokenDrafter::lose(int32_t seq, Sequence& sequence) {
   sequence = Sequence();
   sequence.lost = true;
   if (!spec_->shares_memory()) spec_->context()->memory_remove(seq, -1, -1);
+}
+
+/// Takes what was drafted out of the memory. Where windows have lost what comes before it, the sequence is
+/// drafted for no more.
+bool TokenDrafter::take_back(int32_t seq, Sequence& sequence) {
+  if (spec_->shares_memory()) return true;
+  try {
+    spec_->context()->memory_remove(seq, decoded(sequence), -1);
+  } catch (const Unsupported&) {
+    lose(seq, sequence);
+  }
+  return !sequence.lost;
 }
 
 /// The same; a sequence for which the memory has no room is drafted for no more. Returns whether there was.
@@ -282,11 +294,14 @@ std::vector<Draft> TokenDrafter::draft(const std::vector<DraftRequest>& requests
                live.end());
     if (live.empty()) return drafts;
   }
+  for (Live& one : live) one.going = take_back(one.request->seq, *one.sequence);
+  live.erase(std::remove_if(live.begin(), live.end(), [](const Live& one) { return !one.going; }),
+             live.end());
+  if (live.empty()) return drafts;
   Batch batch = empty_batch();
   for (Live& one : live) {
     const int32_t seq = one.request->seq;
     const auto& rows = one.sequence->rows;
-    if (!shared) context.memory_remove(seq, decoded(*one.sequence), -1);
     for (size_t i = 0; i + 1 < rows.size(); ++i) {
       add(batch, rows[i + 1].token, rows[i].state.data(), rows[i].position + offset_, seq, false);
     }

@@ -47,6 +47,7 @@ class TokenDrafter : public Drafter {
   void encode(const std::vector<Sequence*>& sequences);
   void flush(int32_t seq, Sequence& sequence, const Poll& poll);
   void lose(int32_t seq, Sequence& sequence);
+  bool take_back(int32_t seq, Sequence& sequence);
   bool try_flush(int32_t seq, Sequence& sequence, const Poll& poll);
   Batch empty_batch() const;
   void add(Batch& batch, int32_t token, const float* state, int32_t position, int32_t seq, bool output) const;

@@ -169,7 +169,8 @@ void Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, Dec
   watch(hooks, nodes);
   // Several sequences may be computed in another order than they are given in; the hooks put that right.
   std::vector<std::vector<int32_t>> ubatches;
-  if (has_memory() && (!one_sequence || options_.n_rs_seq > 0)) {
+  const bool order_matters = observer != nullptr && !drafts() && !one_sequence;
+  if (has_memory() && (order_matters || options_.n_rs_seq > 0)) {
     ubatches = guarded("the engine cannot split this batch", [&] {
                  return internals::ubatches(context_.get(), engine_batch.view);
                }).value_or(ubatches);

@@ -8,6 +8,8 @@
 #include <limits>
 #include <memory>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "engine/error.hpp"
 #include "engine/graph.hpp"
@@ -18,6 +20,8 @@
 #include "llama-graph.h"
 #include "llama-kv-cache-iswa.h"
 #include "llama-kv-cache.h"
+#include "llama-memory-hybrid-iswa.h"
+#include "llama-memory-hybrid.h"
 #include "llama-memory.h"
 #include "llama-model.h"
 
@@ -32,6 +36,41 @@ struct Reach {
   friend llm_graph_result* computed_result(llama_context& context) { return (context.*Member)(); }
 };
 template struct Reach<&llama_context::get_gf_res_prev>;
+
+std::vector<uint32_t>& search_heads(llama_kv_cache& cache);
+
+template <auto Member>
+struct ReachHeads {
+  friend std::vector<uint32_t>& search_heads(llama_kv_cache& cache) { return cache.*Member; }
+};
+template struct ReachHeads<&llama_kv_cache::v_heads>;
+
+/// Where a memory looks for free places next. Planning a batch of sequences that have places of their own
+/// leaves that of one sequence with another one, and with sliding windows tokens are then overwritten too
+/// early.
+class SearchHeads {
+ public:
+  explicit SearchHeads(llama_memory_i* memory) {
+    if (auto* both = dynamic_cast<llama_memory_hybrid*>(memory)) memory = both->get_mem_attn();
+    if (auto* both = dynamic_cast<llama_memory_hybrid_iswa*>(memory)) memory = both->get_mem_attn();
+    if (auto* windows = dynamic_cast<llama_kv_cache_iswa*>(memory)) {
+      keep(windows->get_base());
+      keep(windows->get_swa());
+    } else if (auto* cache = dynamic_cast<llama_kv_cache*>(memory)) {
+      keep(cache);
+    }
+  }
+  ~SearchHeads() {
+    for (auto& [cache, heads] : kept_) search_heads(*cache) = heads;
+  }
+  SearchHeads(const SearchHeads&) = delete;
+  SearchHeads& operator=(const SearchHeads&) = delete;
+
+ private:
+  void keep(llama_kv_cache* cache) { kept_.emplace_back(cache, search_heads(*cache)); }
+
+  std::vector<std::pair<llama_kv_cache*, std::vector<uint32_t>>> kept_;
+};
 
 }  // namespace
 
@@ -115,6 +154,7 @@ std::optional<std::vector<std::vector<int32_t>>> ubatches(llama_context* context
   llama_batch_allocr splitter(model.hparams.n_pos_per_embd());
   const llama_batch_compat compat(context, batch);
   if (!splitter.init(*compat.batch_ext, model.vocab, false)) return std::nullopt;
+  const SearchHeads heads(context->get_memory());
   // init_batch() only plans; the memory changes in apply(), which is not called here.
   const auto plan =
       context->get_memory()->init_batch(splitter, context->get_cparams().n_ubatch, /*embd_all=*/false);

@@ -85,12 +85,6 @@ void Context::memory_remove(int32_t seq, int32_t p0, int32_t p1) {
     drop(seq);
     return;
   }
-  if (range.begin <= held.last() && !can_remove_suffix(seq, p0)) {
-    throw Unsupported("the sliding-window layers of " + model_->arch() +
-                      " no longer hold what comes before position " + std::to_string(p0) +
-                      "; remove the whole sequence, or make the context with swa_full=True and, for several "
-                      "sequences, kv_unified=False");
-  }
   // The engine keeps a state for each of the last n_rs_seq+1 tokens of one ubatch, for one way back.
   const bool rewinds = range.end > held.last() && held.last() + 1 - range.begin <= rewindable_[seq];
   if (recurrent_ && !rewinds) {
@@ -101,6 +95,12 @@ void Context::memory_remove(int32_t seq, int32_t p0, int32_t p1) {
                                  " of its last tokens (fewer than the last decode brought, at most n_rs_seq, "
                                  "once between two decodes)"
                            : ", or save it before and restore it"));
+  }
+  if (range.begin <= held.last() && !can_remove_suffix(seq, p0)) {
+    throw Unsupported("the sliding-window layers of " + model_->arch() +
+                      " no longer hold what comes before position " + std::to_string(p0) +
+                      "; remove the whole sequence, or make the context with swa_full=True and, for several "
+                      "sequences, kv_unified=False");
   }
   if (!llama_memory_seq_rm(memory, seq, p0, p1)) {
     throw Unsupported("the memory of " + model_->arch() +

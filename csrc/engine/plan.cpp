@@ -176,8 +176,11 @@ std::vector<Piece> Context::plan(const Batch& batch, const DecodeObserver* obser
   };
   const bool early_may_stop = observer != nullptr && (memory_is_scratch || observer->stop_keeps_memory());
   // The engine makes room for logits of every flagged entry of a call, computed or not.
-  cut(early, early_may_stop, early_needed ? std::min(n_ubatch(), n_batch()) : n_batch());
-  cut(late, observer != nullptr && memory_is_scratch && !any_output, n_batch());
+  // Looking for places for a second ubatch, the engine loses tokens that the first one's windows still reach.
+  const bool one_ubatch = early_needed || model_->n_swa() > 0;
+  cut(early, early_may_stop, one_ubatch ? std::min(n_ubatch(), n_batch()) : n_batch());
+  cut(late, observer != nullptr && memory_is_scratch && !any_output,
+      model_->n_swa() > 0 && !at_once() ? std::min(n_ubatch(), n_batch()) : n_batch());
   if (at_once() && pieces.size() > 1) {
     throw InvalidInput(
         "a model without causal attention sees all tokens at once, but more of the batch pass "

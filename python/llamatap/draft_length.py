@@ -14,7 +14,7 @@ _KEPT = 0.98
 # A first guess that weighs as much as two tries: every other token is accepted.
 _PRIOR_HITS, _PRIOR_TRIES = 1.0, 2.0
 # Every so many rounds another length is tried, so that costs and acceptance do not go stale.
-_EXPLORE_EVERY = 12
+_EXPLORE_EVERY = 16
 _MEASURED = 9
 
 
@@ -28,7 +28,7 @@ class DraftLength:
     rounds with k drafted tokens took (the median of the last 9; between lengths that were measured, on a
     line), the length is the k that maximises tokens over seconds. Older rounds count less: the weight of one
     is 0.98 of that of the next. The first rounds measure the longest draft, none, one of a single token and
-    one of half the length, twice each; later every 12th round tries another length: in turn the ones beside
+    one of half the length, twice each; later every 16th round tries another length: in turn the ones beside
     the best, the longest, and half of it.
     """
 

@@ -74,7 +74,8 @@ class SpeculativeContext(NotCopied):
     :param type_k: type of the K cache, as of :class:`Context`.
     :param type_v: type of the V cache.
     :param flash_attn: None leaves it to the engine.
-    :param kv_unified: as of :class:`Context`; None for what the target's has.
+    :param kv_unified: as of :class:`Context`; None for what the target's has, or False for a draft with
+        sliding windows, each sequence of which then has room for as many tokens as the target.
     :param n_gpu_layers: of a draft that is loaded from a file.
     :param as_model: take the draft as a language model, MTP blocks or not.
     :raises InvalidInputError: the draft does not fit the target (vocabulary, width, layers, d2t); with what
@@ -114,7 +115,13 @@ class SpeculativeContext(NotCopied):
         #: The draft model.
         self.model = draft
         self.n_seq_max = context.n_seq_max if n_seq_max is None else integer("n_seq_max", n_seq_max, 1)
+        unified = context.kv_unified if kv_unified is None else flag("kv_unified", kv_unified)
         room = integer("n_ctx", n_ctx, 0) or context.n_ctx
+        if kv_unified is None and unified and draft.native.n_swa > 0 and self.n_seq_max > 1:
+            # In one memory for all, what a window no longer reaches is lost to other sequences' tokens, and
+            # nothing can be taken back any more.
+            unified = False
+            room *= 1 if n_ctx else self.n_seq_max
         n_ubatch = max(integer("n_ubatch", n_ubatch, 1), self.n_seq_max)
         instance("type_k", type_k, str)
         instance("type_v", type_v, str)
@@ -131,7 +138,7 @@ class SpeculativeContext(NotCopied):
                 type_k=type_k,
                 type_v=type_v,
                 flash_attention=-1 if flash_attn is None else int(flag("flash_attn", flash_attn)),
-                kv_unified=context.kv_unified if kv_unified is None else flag("kv_unified", kv_unified),
+                kv_unified=unified,
             )
         finally:
             flush_log()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,36 @@ class Guessing(Noting):
                     if self.rng.random() >= self.wrong:
                         tokens[i] = token
         return tokens
+
+
+#: What a `World` goes on from.
+PROMPT = [5, 6, 7, 8, 9]
+
+
+@dataclass
+class World:
+    """A context in which something goes wrong, and what comes after `PROMPT` when nothing is."""
+
+    model: lt.Model
+    context: lt.Context
+    expected: list[int]
+
+    def check(self) -> None:
+        """Nothing is left behind, and with drafts and states the tokens are what they should be."""
+        assert is_empty(self.context)
+        assert self.context.tapped is None
+        drafter = Guessing(self.model.n_vocab, [[*PROMPT, *self.expected]])
+        found = list(
+            lt.generate(self.context, [PROMPT] * 3, drafter, max_tokens=12, ignore_eos=True, states="last")
+        )
+        assert [one.tokens.tolist() for one in found] == [self.expected] * 3
+        assert is_empty(self.context)
+
+
+@contextmanager
+def small_world(path: Path) -> Iterator[World]:
+    with lt.Model(path) as model, model.context(n_ctx=512, n_seq_max=2, **EXACT) as context:
+        yield World(model, context, by_hand(model, PROMPT, 12))
 
 
 def scripted(tokens: Sequence[int]) -> TinyLlama:

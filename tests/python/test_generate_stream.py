@@ -313,3 +313,39 @@ def test_two_generations_do_not_share_a_context(tiny_model: lt.Model, prompts: l
             list(late)
         tokens += [event.token for event in first]
         assert tokens == expected
+
+
+def test_a_generation_whose_memory_is_empty_for_a_moment_is_not_over(
+    tiny_model: lt.Model, prompts: list[list[int]]
+) -> None:
+    """Between two prompts of one sequence. Another generation that comes in then may be refused, or it may
+    make the first fail; neither goes on with wrong tokens."""
+    expected = expected_of(tiny_model, prompts)
+    options: dict[str, Any] = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": True}
+    with tiny_model.context(n_ctx=256, **EXACT) as context:
+        first = lt.generate(context, prompts[:2], **options)
+        texts: list[list[int]] = [[], []]
+        for event in first:
+            texts[event.index].append(event.token)
+            if event.final is not None:
+                break
+        assert texts == [expected[0], []]
+        errors = []
+        other: list[int] = []
+        second: Iterator[lt.Event] | None = None
+        try:
+            second = lt.generate(context, prompts[2], **options)
+            other += [next(second).token for _ in range(3)]
+        except lt.Error as error:
+            errors.append(error)
+        try:
+            texts[1] += [event.token for event in first]
+        except lt.Error as error:
+            errors.append(error)
+        try:
+            other += [event.token for event in second or ()]
+        except lt.Error as error:
+            errors.append(error)
+    assert len(errors) == 1
+    for tokens, whole in ((texts[1], expected[1]), (other, expected[2])):
+        assert tokens == whole[: len(tokens)]
