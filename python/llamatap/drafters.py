@@ -380,6 +380,7 @@ class CallableDrafter(Drafter):
         self._starts: dict[int, int] = {}
 
     def process(self, batch: Batch) -> None:
+        instance("batch", batch, Batch)
         if batch.n_embd > 0:
             raise InvalidInputError("the drafter needs token ids; this batch holds embeddings")
         texts: dict[int, list[int]] = {}

@@ -176,7 +176,7 @@ class Loop:
 
     def requests(self, seqs: Iterable[int] | None = None, n: int = 4) -> dict[int, lt.DraftRequest]:
         return {
-            seq: lt.DraftRequest(self.texts[seq][-1], len(self.texts[seq]) - 1, n)
+            seq: lt.DraftRequest(self.texts[seq][-1], len(self.texts[seq]) - 1, n, seed=seq)
             for seq in (self.texts if seqs is None else seqs)
         }
 

@@ -130,7 +130,7 @@ class Guessing(Noting):
 
     def guess(self, text: list[int], n_max: int) -> list[int]:
         count = int(self.rng.integers(0, min(self.longest, n_max) + 1))
-        tokens = self.rng.integers(3, self.n_vocab, count).tolist()
+        tokens: list[int] = self.rng.integers(3, self.n_vocab, count).tolist()
         for known in self.known:
             if known[: len(text)] == text:
                 after = known[len(text) : len(text) + count]

@@ -243,20 +243,21 @@ def test_one_seed_draws_the_same_whatever_the_company(kind: str, tmp_path: Path)
 
 
 def test_likelihood_and_temperature_together(tmp_path: Path) -> None:
-    """A token that is drawn and less likely than p_min ends the draft."""
-    options: dict[str, Any] = {"temperature": 1.0, "p_min": 0.1, "n_max": 8}
-    lengths = []
-    for seed in range(40):
-        with rigged_loop(tmp_path, "model", [G], 4.0, seed=seed, **options) as loop:
-            loop.start({0: [5, 10]})
-            draft = loop.draft(n=8).get(0)
-            if draft is not None:
-                assert draft.probs is not None
-                assert draft.tokens.tolist() == by_token(G)([10], len(draft.tokens))
-                assert draft.probs.min() >= 0.1
-            lengths.append(0 if draft is None else len(draft.tokens))
-    # The most likely one is drawn with 0.464.
-    assert 0.3 < np.mean(np.array(lengths) > 0) < 0.65
+    """Whether a draft goes on is told by the most likely token, not by the one that was drawn: else what is
+    drafted would not be drawn from the distribution that comes with it."""
+    unlikely = 0
+    for seed in range(20):
+        for p_min, length in ((0.4, 8), (0.5, 0)):
+            options: dict[str, Any] = {"temperature": 1.0, "p_min": p_min, "n_max": 8, "seed": seed}
+            # The most likely one has 0.464.
+            with rigged_loop(tmp_path, "model", [G], 4.0, **options) as loop:
+                loop.start({0: [5, 10]})
+                draft = loop.draft(n=8).get(0)
+            if draft is None or draft.tokens[-1] != 2:  # </s>
+                assert (0 if draft is None else len(draft.tokens)) == length
+            if draft is not None and draft.probs is not None:
+                unlikely += int((draft.probs < p_min).sum())
+    assert 50 < unlikely < 120
 
 
 @pytest.mark.parametrize("n_vocab", [250, 259, 262])

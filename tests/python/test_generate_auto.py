@@ -1,10 +1,11 @@
-"""Drafts whose length is chosen (n_max="auto"): the same tokens, and drafts where they pay, on a clock of ours."""
+"""Drafts whose length is chosen (n_max="auto"): the same tokens, and drafts where they pay, by our clock."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,16 +71,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def late(
-    clock: Clock, target: lt.Model, follow: rigged.Draft, n_prompts: int = 1, **costs: float
+    clock: Clock, target: lt.Model, follow: rigged.Draft, n_prompts: int = 1, per_token: float = 0.2
 ) -> list[int]:
     """Tokens drafted in each of the later rounds of a long text, whose own tokens are right."""
-    drafter = Costly(clock, follow, **costs)
+    drafter = Costly(clock, follow, per_token=per_token)
     with target.context(n_ctx=2048, n_seq_max=n_prompts, **EXACT) as context:
         prompts = [[1, token] for token in range(5, 5 + n_prompts)]
         found = list(lt.generate(context, prompts, drafter, max_tokens=400))
     for prompt, one in zip(prompts, found, strict=True):
         text = [*prompt, *one.tokens.tolist()]
-        assert all(F[a] == b for a, b in zip(text[1:], text[2:], strict=False))
+        assert all(F[a] == b for a, b in pairwise(text[1:]))
         assert len(one.tokens) == 400
     # The first of all is the prompts'.
     drafted = drafter.drafted[1:]

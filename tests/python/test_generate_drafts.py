@@ -173,7 +173,12 @@ def test_drafts_longer_than_a_batch_or_its_outputs(
     kv_unified: bool, n_outputs_max: int, world: World
 ) -> None:
     """Forty tokens of a draft, a batch of eight, three outputs a call."""
-    options = {"n_batch": 8, "n_ubatch": 8, "n_outputs_max": n_outputs_max, "kv_unified": kv_unified}
+    options: dict[str, Any] = {
+        "n_batch": 8,
+        "n_ubatch": 8,
+        "n_outputs_max": n_outputs_max,
+        "kv_unified": kv_unified,
+    }
     with world.model.context(n_ctx=1024, n_seq_max=3, **options, **EXACT) as context:
         drafter = Guessing(world.model.n_vocab, world.texts(), wrong=0.05, longest=40)
         found = list(
@@ -244,7 +249,7 @@ def test_any_arrangement_is_a_loop_by_hand(data: st.DataObject, world: World) ->
         text[: next((i + 1 for i, token in enumerate(text) if token in stops), None)] for text in whole
     ]
     n_seq_max = data.draw(st.integers(1, 4))
-    options = {
+    options: dict[str, Any] = {
         "n_seq_max": n_seq_max,
         "kv_unified": data.draw(st.booleans()),
         "n_ubatch": data.draw(st.sampled_from((4, 16, 512))),

@@ -147,6 +147,7 @@ def test_wrong_arguments_raise_before_anything(name: str, world: World) -> None:
 
 
 def test_words_of_errors_are_those_of_the_arguments(world: World) -> None:
+    wrong: dict[str, Any]
     for wrong, words in (
         ({"max_tokens": 0}, "max_tokens must be in 1.*not 0"),
         ({"stop_tokens": [259]}, "259"),
@@ -156,9 +157,10 @@ def test_words_of_errors_are_those_of_the_arguments(world: World) -> None:
     ):
         with pytest.raises(lt.InvalidInputError, match=words):
             options(**wrong)(world)
-    for wrong in (None, [], np.zeros((2, 3), np.int32)):
+    prompt: Any
+    for prompt in (None, [], np.zeros((2, 3), np.int32)):
         with pytest.raises(lt.InvalidInputError, match="prompt"):
-            prompts(wrong)(world)
+            prompts(prompt)(world)
 
 
 @pytest.mark.parametrize("wrap", [lambda d: d, lambda d: [d], lambda d: [llamatap.NGramDrafter(), d]])

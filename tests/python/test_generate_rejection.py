@@ -38,7 +38,8 @@ def target_distribution(temperature: float = 1.0, top_k: int = 0) -> Array:
     weights[0] = math.exp(MARGIN / temperature)
     if top_k == 1:
         weights[1:] = 0
-    return weights / weights.sum()
+    result: Array = weights / weights.sum()
+    return result
 
 
 def p_value(counts: NDArray[np.int64], expected: Array) -> float:
@@ -82,7 +83,8 @@ def context(target: lt.Model) -> Iterator[lt.Context]:
 
 
 def drawn(q: Array, rng: np.random.Generator, count: int) -> list[int]:
-    return rng.choice(len(q), count, p=q).tolist()
+    result: list[int] = rng.choice(len(q), count, p=q).tolist()
+    return result
 
 
 class Drawing(lt.Drafter):
@@ -97,7 +99,8 @@ class Drawing(lt.Drafter):
     def after(self, token: int) -> Array:
         weights = np.ones(N)
         weights[G[token]] = math.exp(self.margin)
-        return weights / weights.sum()
+        result: Array = weights / weights.sum()
+        return result
 
     def draft(self, requests: Mapping[int, lt.DraftRequest]) -> Mapping[int, lt.Draft]:
         found = {}

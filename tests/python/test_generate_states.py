@@ -206,15 +206,15 @@ def test_at_the_end_of_a_full_context(
     prompt = (world.prompts[1] * 7)[:250]
     tokens = by_hand(world.model, prompt, 7)
     drafter = Guessing(world.model.n_vocab, [[*prompt, *tokens, 5, 5]], wrong=wrong)
-    options: dict[str, Any] = {
+    ends: dict[str, dict[str, Any]] = {
         "context": {},
         "length": {"max_tokens": 7},
         "stop": {"stop_tokens": tokens[-1:]},
-    }[end]
+    }
     assert tokens[-1] not in tokens[:-1]
     with world.model.context(n_ctx=256, **EXACT) as context:
         (found,) = lt.generate(
-            context, prompt, drafter, states=states, layers=(-1,), ignore_eos=True, **options
+            context, prompt, drafter, states=states, layers=(-1,), ignore_eos=True, **ends[end]
         )
         assert is_empty(context)
     assert found.tokens.tolist() == tokens

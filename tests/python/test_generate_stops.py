@@ -47,6 +47,7 @@ def drafting(table: Sequence[int], length: int) -> lt.Drafter | None:
 
 def one(model: lt.Model, prompt: Any, drafter: Any = None, **options: Any) -> lt.Generation:
     """Streamed and not streamed."""
+    found: lt.Generation
     with model.context(n_ctx=512, **EXACT) as context:
         (found,) = lt.generate(context, prompt, drafter, **options)
         events = list(lt.generate(context, prompt, drafter, stream=True, **options))
@@ -135,7 +136,7 @@ STRINGS: list[tuple[Any, str, str]] = [
     (["cd"], "defghijklmnopqrstuvwxyzABCDEFG", "defghijklmnopqrstuvwxyzABCDEFG"),
     # Begun when the text ends: given out after all.
     (["FGH"], "defghijklmnopqrstuvwxyzABCDEFG", "defghijklmnopqrstuvwxyzABCDEFG"),
-    (["defghijklmnopqrstuvwxyzABCDEFG."], *["defghijklmnopqrstuvwxyzABCDEFG"] * 2),
+    (["defghijklmnopqrstuvwxyzABCDEFG."], LETTERS[3:33], LETTERS[3:33]),
 ]
 
 
@@ -205,7 +206,7 @@ def test_a_full_context_ends_a_text_where_it_is(
         wrong={"right": 0.0, "half": 0.5, "wrong": 1.0}.get(kind, 0),
         longest=8,
     )
-    options = {"n_ctx": 256 if kv_unified else 512, "n_seq_max": 2, "kv_unified": kv_unified}
+    options: dict[str, Any] = {"n_ctx": 256 if kv_unified else 512, "n_seq_max": 2, "kv_unified": kv_unified}
     with tiny_model.context(**options, **EXACT) as context:
         found = list(
             lt.generate(context, prompts, None if kind == "none" else drafter, max_tokens=30, ignore_eos=True)
@@ -236,13 +237,14 @@ def test_the_last_token_that_fits_may_be_a_stop_or_the_last_asked_for(models: di
 def test_a_prompt_longer_than_the_context_raises_before_anything(models: dict[str, lt.Model]) -> None:
     """Of several, the one is named; nothing is decoded, and no drafter hears of it."""
     for kv_unified in (True, False):
-        options = {"n_ctx": 256 if kv_unified else 512, "n_seq_max": 2, "kv_unified": kv_unified}
+        options: dict[str, Any] = {"n_seq_max": 2, "kv_unified": kv_unified}
+        options["n_ctx"] = 256 if kv_unified else 512
         with models["endless"].context(**options, **EXACT) as context:
             noting = Noting()
             prompts = [[1, 9], [1, 5] * 129, [1, 9]]
             for stream in (True, False):
                 with pytest.raises(lt.ContextFullError, match=r"prompt 1 has 258 .* room for 256"):
-                    lt.generate(context, prompts, noting, max_tokens=3, stream=stream)  # type: ignore[call-overload]
+                    lt.generate(context, prompts, noting, max_tokens=3, stream=stream)
             assert noting.batches == []
             assert is_empty(context)
             found = list(lt.generate(context, [[1, 5] * 128, [1, 9]], noting, max_tokens=3))

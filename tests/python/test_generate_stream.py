@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from generating import EXACT, SAMPLING, Guessing, by_hand, is_empty, ragged, scripted, seed_of
+from numpy.typing import NDArray
 from tinies import rigged
 from tinies.rigged import by_token, cycle
 
@@ -88,6 +90,9 @@ def test_events_come_as_soon_as_the_tokens_are_known(rigged_model: lt.Model) -> 
     """A pass of the target for each token without a draft, none for those that come with one."""
     passes: list[int] = []
 
+    def ahead(count: int, tokens: NDArray[np.intc]) -> list[int]:
+        return by_token(F)(tokens.tolist(), count) if count else []
+
     class Counting(lt.CallableDrafter):
         def process(self, batch: lt.Batch) -> None:
             passes.append(len(batch))
@@ -99,7 +104,7 @@ def test_events_come_as_soon_as_the_tokens_are_known(rigged_model: lt.Model) -> 
             (3, [1, 2, 2, 2, 2, 3, 3, 3, 3]),
         ):
             passes.clear()
-            drafter = Counting(lambda tokens, n=length: by_token(F)(tokens.tolist(), n) if n else [])
+            drafter = Counting(partial(ahead, length))
             events = lt.generate(context, [1, 9], drafter, max_tokens=9, stream=True)
             assert passes == []
             seen = []
@@ -140,7 +145,7 @@ def test_characters_are_given_out_whole(length: int, tmp_path: Path) -> None:
 
         events = run(len(data))
         assert [event.token - 3 for event in events] == list(data)
-        a, e, llama, sun, z = CHARACTERS
+        a, e, llama, sun, z = list(CHARACTERS)
         assert [event.text for event in events] == [a, "", e, "", "", "", llama, "", "", sun, z]
         assert events[-1].final is not None
         assert events[-1].final.text == CHARACTERS

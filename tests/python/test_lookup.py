@@ -15,11 +15,15 @@ import llamatap as lt
 
 
 def looked_up(text: Sequence[int], n_longest: int, n_shortest: int, n_max: int) -> list[int]:
-    """What followed the last n tokens where they were last before, for the largest n of which they were."""
+    """What followed the last n tokens where they were last before, for the largest n of which they were; and
+    beyond the text's end, what was drafted so far."""
     for n in range(min(n_longest, len(text) - 1), n_shortest - 1, -1):
         for start in range(len(text) - n - 1, -1, -1):
             if text[start : start + n] == text[-n:]:
-                return list(text[start + n :][:n_max])
+                longer = list(text)
+                for at in range(start + n, start + n + n_max):
+                    longer.append(longer[at])
+                return longer[len(text) :]
     return []
 
 
@@ -48,20 +52,18 @@ def test_what_followed_the_same_tokens_is_drafted() -> None:
     assert after(drafter, [5, 6, 7, 1, 6, 7, 2, 5, 6, 7]) == [1, 6, 7, 2]
     # The last time before an earlier one.
     assert after(drafter, [6, 7, 1, 6, 7, 2, 3, 6, 7]) == [2, 3, 6, 7]
-    assert after(drafter, [5, 5, 5, 5]) == [5]
+    assert after(drafter, [5, 5, 5, 5]) == [5, 5, 5, 5]
     assert after(drafter, [5, 6, 7]) == []
     assert after(drafter, [5]) == []
-    assert after(lt.NGramDrafter(1, 1), [5, 6, 5]) == [6, 5]
+    assert after(lt.NGramDrafter(1, 1, n_max=5), [5, 6, 5]) == [6, 5, 6, 5, 6]
     assert after(lt.NGramDrafter(4, 1, n_max=1), [5, 6, 5]) == [6]
 
 
 def test_short_drafts_are_given_up() -> None:
-    text = [5, 6, 7, 5, 6]  # three tokens follow
-    assert after(lt.NGramDrafter(n_min=3), text) == [7, 5, 6]
-    assert after(lt.NGramDrafter(n_min=4), text) == []
-    drafter = lt.NGramDrafter()
+    text = [5, 6, 7, 5, 6]
+    drafter = lt.NGramDrafter(n_max=5, n_min=2)
     drafter.process(lt.Batch.of(text[:-1]))
-    for n_max, expected in ((100, [7, 5, 6]), (2, [7, 5]), (1, [7]), (0, []), (-3, [])):
+    for n_max, expected in ((100, [7, 5, 6, 7, 5]), (2, [7, 5]), (1, []), (0, []), (-3, [])):
         assert tokens_of(drafter.draft({0: request(text, n_max)})) == expected
 
 
@@ -130,7 +132,7 @@ def test_texts_that_grow_shrink_and_end(seed: int, goes_back: bool) -> None:
 
 def test_what_was_taken_back_is_forgotten() -> None:
     """Also where what comes in its place is as long."""
-    drafter = lt.NGramDrafter(2, 2)
+    drafter = lt.NGramDrafter(2, 2, n_max=6)
     drafter.process(lt.Batch.of([1, 2, 3, 4, 5, 6, 7, 8]))
     assert drafter.draft({0: lt.DraftRequest(9, 8, 4)}) == {}
     drafter.process(lt.Batch.of([20, 21, 22, 23, 24, 25], pos0=2))
@@ -182,7 +184,7 @@ def test_a_function_of_the_text_drafts() -> None:
     assert tokens_of(drafter.draft({0: lt.DraftRequest(8, 7, 0)})) == []
     drafter.reset(0)
     drafter.process(lt.Batch.of([4, 4, 4], seq=0))
-    assert tokens_of(drafter.draft({0: lt.DraftRequest(4, 3, 8)})) == [4]
+    assert tokens_of(drafter.draft({0: lt.DraftRequest(4, 3, 8)})) == [4, 4, 4]
 
 
 def test_functions_keep_sequences_apart() -> None:
