@@ -83,7 +83,15 @@ SpeculativeContext::SpeculativeContext(std::shared_ptr<Context> target, std::sha
     options.n_ubatch = std::max(options.n_ubatch, static_cast<uint32_t>(block_.size));
     options.n_batch = std::max(options.n_batch, options.n_ubatch);
   }
-  context_ = std::make_shared<Context>(draft_, options);
+  try {
+    context_ = std::make_shared<Context>(draft_, options);
+  } catch (const Unsupported&) {
+    if (!inherits_ || !target_->model()->on_gpu() || draft_->on_gpu()) throw;
+    throw Unsupported(
+        "the draft uses the token embedding or output head of its target, which are on a GPU; load it there "
+        "too "
+        "(n_gpu_layers=-1)");
+  }
 }
 
 void SpeculativeContext::check_vocabulary() const {
@@ -136,8 +144,8 @@ void SpeculativeContext::fit_features(const char* what) {
                        number(traits.n_features / n_layers) + "; the target's are " + number(width) +
                        " wide");
   }
-  const bool inherits = traits.n_embedding == 0 || traits.n_head_rows == 0;
-  if (inherits && n_state_ != width) {
+  inherits_ = traits.n_embedding == 0 || traits.n_head_rows == 0;
+  if (inherits_ && n_state_ != width) {
     throw InvalidInput("the draft uses the target's token embedding or output head, of width " +
                        number(width) + ", but is " + number(n_state_) + " wide itself");
   }

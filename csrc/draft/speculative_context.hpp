@@ -86,6 +86,7 @@ class SpeculativeContext {
   int32_t n_state_ = 0;
   int32_t n_heads_ = 1;
   DraftBlock block_;
+  bool inherits_ = false;  // the target's token embedding or output head
   bool shares_memory_ = false;
   std::mutex mutex_;
 };

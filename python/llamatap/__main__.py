@@ -247,7 +247,15 @@ def _extract(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    from llamatap import Generation, Model, NGramDrafter, generate, load_drafter
+    from llamatap import (
+        Generation,
+        Model,
+        MtpDrafter,
+        NGramDrafter,
+        SpeculativeContext,
+        generate,
+        load_drafter,
+    )
     from llamatap.drafters import Drafter
 
     n_max: int | Literal["auto"]
@@ -267,10 +275,11 @@ def _generate(arguments: argparse.Namespace) -> int:
             drafter: Drafter | None = None
             if arguments.drafter == "ngram":
                 drafter = NGramDrafter(n_max=n_max)
+            elif own_blocks:
+                blocks = SpeculativeContext(context, model)
+                drafter = MtpDrafter(blocks, n_max=n_max, p_min=arguments.p_min)
             elif arguments.drafter is not None:
-                draft = model
-                if not own_blocks:
-                    draft = Model(arguments.drafter, n_gpu_layers=arguments.gpu_layers, load_mtp=True)
+                draft = Model(arguments.drafter, n_gpu_layers=arguments.gpu_layers, load_mtp=True)
                 drafter = load_drafter(context, draft, n_max=n_max, p_min=arguments.p_min)
             for event in generate(
                 context,

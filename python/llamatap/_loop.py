@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llamatap._check import integer
 from llamatap._native import _core, flush_log
 from llamatap._text import TextStream
 from llamatap.context import Batch, Context
-from llamatap.drafters import Draft, Drafter, DraftRequest, new_length
+from llamatap.drafters import Draft, Drafter, DraftRequest, new_length, reset_all
 from llamatap.errors import EngineError, InvalidInputError
 from llamatap.generation import Event, FinishReason, Generation, Stats, TokenLogprobs
 from llamatap.layers import LayerId
@@ -82,11 +83,13 @@ def check_empty(context: Context) -> None:
 
     :raises InvalidInputError: it does.
     """
+    if context.generation is not None:
+        raise InvalidInputError("another generation is going on in this context; it must end first")
     for seq in range(context.n_seq_max):
         if context.native.memory_last(seq) >= 0:
             raise InvalidInputError(
                 f"sequence {seq} of the context holds tokens; generation needs an empty memory "
-                "(memory.clear(), or the end of another generation)"
+                "(memory.clear())"
             )
 
 
@@ -109,6 +112,8 @@ class Loop:
         self.live: list[Prompt] = []
         self.free = list(range(context.n_seq_max))[::-1]
         self.length = None if drafter is None else new_length(drafter)
+        n_max = 0 if drafter is None else drafter.n_max
+        self.n_max = 0 if n_max == "auto" else integer("the drafter's n_max", n_max, 0)
         needed = () if drafter is None else drafter.target_layers
         wanted = () if options.states is None else options.layers
         self.layers = tuple(dict.fromkeys((*needed, *wanted)))
@@ -122,8 +127,12 @@ class Loop:
         elif not context.swa_full and self.n_swa > 0:
             self.rewinds = "none"
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Generator[Event, None, None]:
         check_empty(self.context)
+        with self.context.lock:
+            if self.context.generation is not None:
+                raise InvalidInputError("another generation is going on in this context; it must end first")
+            self.context.generation = self
         try:
             if not self.layers:
                 yield from self._rounds()
@@ -137,10 +146,10 @@ class Loop:
                     # After a failure inside of the engine there is nothing left to tidy.
                     with contextlib.suppress(EngineError):
                         self.context.native.memory_remove(sequence.seq, -1, -1)
-            for sequence in left:
-                if self.drafter is not None:
-                    self.drafter.reset(sequence.seq)
+            self.context.generation = None
             flush_log()
+            if self.drafter is not None:
+                reset_all([self.drafter], [one.seq for one in left])
 
     def _rounds(self) -> Iterator[Event]:
         while self.waiting or self.live:
@@ -177,21 +186,31 @@ class Loop:
             sequence.draft = Draft(_NO_TOKENS)
         if drafter is None:
             return 0
-        longest = self.length.choose() if self.length is not None else 2**31 - 1
+        rooms = {
+            one.seq: min(self.options.max_tokens - len(one.tokens), one.capacity - one.position) - 1
+            for one in self.live
+            if not one.fresh
+        }
+        if not any(room > 0 for room in rooms.values()):
+            return 0
+        longest = self.length.choose() if self.length is not None else self.n_max
         if self.rewinds == "some":
             longest = min(longest, self.context.n_rs_seq, self._most_rows - 1)
-        requests = {}
-        for sequence in self.live:
-            room = min(self.options.max_tokens - len(sequence.tokens), sequence.capacity - sequence.position)
-            n_max = min(longest, room - 1)
-            if n_max > 0 and not sequence.fresh:
-                requests[sequence.seq] = DraftRequest(
-                    sequence.tokens[-1], sequence.position, n_max, sequence.sampler.seed
-                )
+        requests = {
+            one.seq: DraftRequest(
+                one.tokens[-1], one.position, min(longest, rooms[one.seq]), one.sampler.seed
+            )
+            for one in self.live
+            if min(longest, rooms.get(one.seq, 0)) > 0
+        }
         if not requests:
             return 0
         started = time.perf_counter()
         drafts = drafter.draft(requests)
+        if not isinstance(drafts, Mapping):
+            raise InvalidInputError(
+                f"a drafter gives a dict of drafts by sequence id, not {type(drafts).__name__}"
+            )
         seconds = time.perf_counter() - started
         drafting = [one for one in self.live if one.seq in requests]
         total = 0
@@ -220,7 +239,10 @@ class Loop:
                 "drafter with a temperature above 0"
             )
         if distributions is not None:
-            distributions = np.ascontiguousarray(distributions[:n_max], np.float32)
+            try:
+                distributions = np.ascontiguousarray(distributions, np.float32)[:n_max]
+            except (TypeError, ValueError) as error:
+                raise InvalidInputError(f"distributions must be a float32 matrix: {error}") from None
         return Draft(tokens, None, distributions)
 
     @property

@@ -20,7 +20,7 @@ Input: TypeAlias = "str | Sequence[int] | NDArray[np.integer[Any]]"
 Window: TypeAlias = "tuple[int | None, int | None]"
 
 
-def is_single(inputs: object) -> bool:
+def is_single(inputs: object, name: str = "inputs") -> bool:
     """Whether `inputs` is one prompt rather than a list of them.
 
     :raises InvalidInputError: it is neither.
@@ -30,21 +30,21 @@ def is_single(inputs: object) -> bool:
     if isinstance(inputs, np.ndarray):
         if inputs.ndim != 1:
             raise InvalidInputError(
-                f"inputs is an array of {inputs.ndim} dimensions; give a list of its rows, without padding"
+                f"{name} is an array of {inputs.ndim} dimensions; give a list of its rows, without padding"
             )
         return True
     if not isinstance(inputs, Sequence) or isinstance(inputs, (bytes, bytearray)):
         hint = "; .tolist() of a tensor gives a list" if hasattr(inputs, "tolist") else ""
         raise InvalidInputError(
-            f"inputs must be a str, token ids, or a list of either, not {type(inputs).__name__}{hint}"
+            f"{name} must be a str, token ids, or a list of either, not {type(inputs).__name__}{hint}"
         )
     if len(inputs) == 0:
-        raise InvalidInputError("inputs is empty")
+        raise InvalidInputError(f"{name} is empty")
     are_ids = [isinstance(item, (int, np.integer)) for item in inputs]
     if any(are_ids) and not all(are_ids):
         other = type(inputs[are_ids.index(False)]).__name__
         raise InvalidInputError(
-            f"inputs is a list of token ids and {other}; a list of prompts holds lists of ids"
+            f"{name} is a list of token ids and {other}; a list of prompts holds lists of ids"
         )
     return all(are_ids)
 

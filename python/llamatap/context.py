@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Iterable
 from types import TracebackType
@@ -231,6 +232,9 @@ class Context(NotCopied):
     ) -> None:
         self._native: _core.Context | None = None
         self._tap: Tap | None = None
+        #: The generation that is going on, which has the memory for itself. Private to the package.
+        self.generation: object | None = None
+        self.lock = threading.Lock()
         instance("model", model, Model)
         self.model = model
         self.type_k = _cache_type("type_k", type_k)

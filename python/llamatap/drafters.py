@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -81,7 +82,7 @@ class Drafter(ABC):
     #: The target's states that it needs of every token: :func:`llamatap.generate` opens a tap for them, and
     #: ``context.tapped`` has them when :meth:`process` is called.
     target_layers: tuple[LayerId, ...] = ()
-    #: The most tokens of a draft; "auto" lets :class:`llamatap.DraftLength` choose, 0 included.
+    #: The most tokens that are asked for; "auto" lets :class:`llamatap.DraftLength` choose, 0 included.
     n_max: int | Literal["auto"] = 4
 
     def process(self, batch: Batch) -> None:  # noqa: B027  a drafter may need none of it
@@ -278,8 +279,8 @@ class DFlashDrafter(_Speculative):
     :param spec: a draft context of a ``dflash`` file.
     :param n_max: the most tokens of a draft, or "auto"; the file's block holds ``spec.block_size`` places.
     :param n_min: shorter drafts are given up, unless they were drawn.
-    :param p_min: a draft ends before a token that the drafter finds less likely than this; with DSpark, than
-        its confidence head does.
+    :param p_min: a draft ends where the drafter finds no token as likely as this; with DSpark, where its
+        confidence head is less sure.
     :param temperature: as of :class:`Eagle3Drafter`.
     :param seed: of the draws.
     :raises InvalidInputError: a number is out of range, or a file of another kind.
@@ -323,7 +324,8 @@ class ModelDrafter(_Speculative):
 class DrafterChain(Drafter):
     """Asks drafters in turn: a sequence for which the first has no draft gets the second's, and so on.
 
-    :param drafters: e.g. an :class:`NGramDrafter`, which costs nothing, before one with a model.
+    :param drafters: e.g. an :class:`NGramDrafter`, which costs nothing, before one with a model. For
+        ``generate(..., rejection=True)`` all of them must draw their tokens.
     :raises InvalidInputError: none is given, or one is no drafter.
     """
 
@@ -355,8 +357,7 @@ class DrafterChain(Drafter):
             drafter.accept(seq, n)
 
     def reset(self, seq: int) -> None:
-        for drafter in self.drafters:
-            drafter.reset(seq)
+        reset_all(self.drafters, [seq])
 
 
 class CallableDrafter(Drafter):
@@ -478,6 +479,23 @@ def as_drafter(drafter: object) -> Drafter | None:
             f"drafter must be a Drafter, a list of them, or a function of token ids, not {drafter!r}"
         )
     return CallableDrafter(drafter)
+
+
+def reset_all(drafters: Iterable[Drafter], seqs: Iterable[int]) -> None:
+    """Let all drafters forget all sequences; what one of them raises comes out when all were asked."""
+    with contextlib.ExitStack() as all_of_them:
+        for seq in seqs:
+            for drafter in drafters:
+                all_of_them.callback(drafter.reset, seq)
+
+
+def drafts_for(drafter: Drafter) -> Iterator[Context]:
+    """The contexts that a drafter, or those in a chain, were made for."""
+    if isinstance(drafter, DrafterChain):
+        for one in drafter.drafters:
+            yield from drafts_for(one)
+    elif isinstance(drafter, _Speculative):
+        yield drafter.spec.target
 
 
 def new_length(drafter: Drafter) -> DraftLength | None:

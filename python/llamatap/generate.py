@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Literal, cast, overload
 
 import numpy as np
@@ -15,7 +16,7 @@ from llamatap._loop import Loop, Options, Prompt, check_empty
 from llamatap._prompts import Input, is_single, prompt_tokens
 from llamatap._text import TextStream
 from llamatap.context import Context
-from llamatap.drafters import as_drafter
+from llamatap.drafters import as_drafter, drafts_for
 from llamatap.errors import ContextFullError, InvalidInputError, UnsupportedError
 from llamatap.generation import Event, Generation
 from llamatap.layers import LayerId
@@ -28,24 +29,33 @@ __all__ = ["generate"]
 _MOST_SEQUENCES = 8
 
 
-def _in_order(events: Iterator[Event], n_prompts: int) -> Iterator[Generation]:
+def _in_order(events: Generator[Event, None, None], n_prompts: int) -> Generator[Generation, None, None]:
     done: dict[int, Generation] = {}
     upcoming = 0
-    for event in events:
-        if event.final is not None:
-            done[event.index] = event.final
-        while upcoming in done:
-            yield done.pop(upcoming)
-            upcoming += 1
+    with contextlib.closing(events):
+        for event in events:
+            if event.final is not None:
+                done[event.index] = event.final
+            while upcoming in done:
+                yield done.pop(upcoming)
+                upcoming += 1
     assert upcoming == n_prompts
 
 
 def _strings(name: str, values: str | Iterable[str]) -> tuple[str, ...]:
+    if not isinstance(values, Iterable):
+        raise InvalidInputError(f"{name} must be a str or a list of them, not {values!r}")
     found = (values,) if isinstance(values, str) else tuple(values)
     for value in found:
         if not isinstance(value, str) or not value:
             raise InvalidInputError(f"{name} must be a str or a list of them, none empty; found {value!r}")
     return found
+
+
+def _stop_tokens(model: Model, tokens: Iterable[int]) -> tuple[int, ...]:
+    if not isinstance(tokens, Iterable) or isinstance(tokens, (str, bytes)):
+        raise InvalidInputError(f"stop_tokens must be a list of token ids, not {tokens!r}")
+    return tuple(integer("a stop token", token, 0, model.n_vocab - 1) for token in tokens)
 
 
 def _pieces(model: Model) -> Callable[[int], bytes]:
@@ -87,7 +97,7 @@ def generate(
     layers: Iterable[LayerId] | LayerId = ...,
     rejection: bool = ...,
     stream: Literal[False] = ...,
-) -> Iterator[Generation]: ...
+) -> Generator[Generation, None, None]: ...
 
 
 @overload
@@ -114,7 +124,7 @@ def generate(
     layers: Iterable[LayerId] | LayerId = ...,
     rejection: bool = ...,
     stream: Literal[True],
-) -> Iterator[Event]: ...
+) -> Generator[Event, None, None]: ...
 
 
 def generate(
@@ -140,7 +150,7 @@ def generate(
     layers: Iterable[LayerId] | LayerId = (-1,),
     rejection: bool = False,
     stream: bool = False,
-) -> Iterator[Generation] | Iterator[Event]:
+) -> Generator[Generation, None, None] | Generator[Event, None, None]:
     """Generate text after prompts, all at once: prompts enter as others end, and one decode of the target
     serves all of them.
 
@@ -155,14 +165,15 @@ def generate(
     :param max_tokens: of each prompt, a stop token included.
     :param temperature: 0 takes the most likely token. This and the others up to ``penalty_last_n``: as of
         :class:`Sampler`; penalties see the prompt too.
-    :param seed: of the random numbers; each prompt has its own, from this and its index. None draws one.
+    :param seed: of the random numbers. The prompt at index i has a seed of its own,
+        ``(seed + i * 0x9E3779B1) % (2**32 - 1)``. None draws one.
     :param stop: strings that end a text; they are not part of it.
     :param stop_tokens: tokens that end a text, besides the model's own end-of-generation tokens.
     :param ignore_eos: go on after end-of-generation tokens.
     :param logprobs: how many of the most likely tokens to report at each; None for no log-probabilities.
     :param states: the target's states of the generated tokens, from the same passes: of each (``"full"``), or
         of the last (``"last"``). Only the final token, which no pass has computed, costs one more decode.
-        None at the end of a full context.
+        At the end of a full context there is no place for the last token, so its row is missing.
     :param layers: which states, as of :meth:`Context.tap`.
     :param rejection: accept drafted tokens by rejection sampling, for drafters that draw their tokens
         (``temperature`` of theirs above 0): the same distribution, other tokens, more of them accepted.
@@ -180,12 +191,12 @@ def generate(
     if not isinstance(model_or_context, (Model, Context)):
         raise InvalidInputError(f"expected a Model or a Context, found {type(model_or_context).__name__}")
     model = model_or_context if isinstance(model_or_context, Model) else model_or_context.model
-    if states not in (None, "last", "full"):
+    if states is not None and not (isinstance(states, str) and states in ("last", "full")):
         raise InvalidInputError(f"states must be 'last', 'full' or None, not {states!r}")
     options = Options(
         integer("max_tokens", max_tokens, 1),
         _strings("stop", stop),
-        tuple(integer("a stop token", token, 0) for token in stop_tokens),
+        _stop_tokens(model, stop_tokens),
         flag("ignore_eos", ignore_eos),
         None if logprobs is None else integer("logprobs", logprobs, 0, 1024),
         states,
@@ -193,14 +204,13 @@ def generate(
         flag("rejection", rejection),
     )
     flag("stream", stream)
-    inputs = cast("Sequence[Input]", [prompts] if is_single(prompts) else prompts)
+    inputs = cast("Sequence[Input]", [prompts] if is_single(prompts, "prompts") else prompts)
     texts = [prompt_tokens(model, prompt, None) for prompt in inputs]
     if isinstance(model_or_context, Context):
         context = model_or_context
     else:
         context = _context_for(model, texts, options.max_tokens)
-    spec = getattr(chosen, "spec", None)
-    if spec is not None and spec.target is not context:
+    if chosen is not None and any(target is not context for target in drafts_for(chosen)):
         raise InvalidInputError("the drafter was made for another context; give generate() its target")
     native = context.native
     if not native.has_memory or not native.causal:

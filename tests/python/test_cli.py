@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tinies import rigged
 from tinies.files import FILES
 
 import llamatap as lt
@@ -142,3 +143,64 @@ def test_help_is_quick_and_needs_no_model() -> None:
     done = subprocess.run([sys.executable, "-m", "llamatap", "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     assert "extract" in done.stdout
+
+
+@pytest.fixture
+def cycle_model(tmp_path: Path) -> Path:
+    """Each letter is followed by the next one of its vocabulary."""
+    return rigged.write_rigged_model(tmp_path / "cycle.gguf", rigged.cycle())
+
+
+def test_generate_prints_the_text(cycle_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(cycle_model), "--prompt", "abc", "-n", "6"]) == 0
+    done = capsys.readouterr()
+    assert done.out == "defghi\n"
+    assert done.err == ""
+
+
+def test_generate_with_a_drafter_prints_the_same_and_what_it_did(
+    cycle_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    f = rigged.cycle()
+    eagle3 = rigged.write_rigged_eagle3(tmp_path / "eagle3.gguf", f, f)
+    whole = rigged.write_rigged_mtp(tmp_path / "mtp.gguf", f, [f])
+    for model, drafter in (
+        (cycle_model, str(eagle3)),
+        (cycle_model, str(cycle_model)),
+        (cycle_model, "ngram"),
+        (whole, "mtp"),
+    ):
+        command = ["generate", str(model), "--prompt", "abc", "-n", "9", "--drafter", drafter]
+        assert main([*command, "--n-max", "3", "--stats"]) == 0
+        done = capsys.readouterr()
+        assert done.out == "defghijkl\n"
+        assert "generated  9 tokens (length)" in done.err
+        if drafter != "ngram":
+            assert "rounds  2, 4.00 tokens each" in done.err
+            assert "drafted  6 tokens, 6 accepted" in done.err
+            assert "by position  1.00 1.00 1.00" in done.err
+
+
+def test_generate_stops_where_it_is_told_and_reads_files(
+    cycle_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("ab")
+    assert main(["generate", str(cycle_model), "--file", str(prompt), "--stop", "gh", "--n-max", "auto"]) == 0
+    assert capsys.readouterr().out == "cdef\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--n-max", "many"], "--n-max: expected a number or auto, found 'many'"),
+        (["--drafter", "nowhere.gguf"], "nowhere.gguf"),
+        (["--drafter", "mtp"], "MTP"),
+        (["--max-tokens", "0"], "max_tokens must be in 1"),
+    ],
+)
+def test_generate_says_what_is_wrong(
+    cycle_model: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", str(cycle_model), "--prompt", "abc", *arguments]) == 1
+    assert message in capsys.readouterr().err

@@ -87,11 +87,20 @@ def test_junk_of_a_function_is_no_draft(found: Any, world: World) -> None:
         list(lt.generate(world.context, PROMPT, lambda tokens: found, max_tokens=12))
 
 
-@pytest.mark.parametrize(
-    "found", [[], (), np.zeros(0, np.int64), np.zeros(0), [5] * 5000, range(9)], ids=repr
-)
-def test_drafts_that_are_empty_or_too_long_are_fine(found: Any, world: World) -> None:
+TOO_LONG: dict[str, Any] = {
+    "an empty list": [],
+    "an empty tuple": (),
+    "an empty array": np.zeros(0, np.int64),
+    "an empty array of floats": np.zeros(0),
+    "thousands of tokens": [5] * 5000,
+    "a range": range(9),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LONG)
+def test_drafts_that_are_empty_or_too_long_are_fine(name: str, world: World) -> None:
     """Those that are too long are cut: to a function's n_max, to the room that is left."""
+    found = TOO_LONG[name]
     for drafter in (lambda tokens: found, Wrong(tokens(np.array(found, np.int32)), 0)):
         options = {"max_tokens": 12, "ignore_eos": True}
         texts = list(lt.generate(world.context, [PROMPT] * 3, drafter, **options))

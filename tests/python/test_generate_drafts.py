@@ -225,7 +225,7 @@ def test_a_drafter_is_told_of_all_that_happens(world: World) -> None:
         stream = lt.generate(context, prompt, drafter, max_tokens=MAX_TOKENS, ignore_eos=True, stream=True)
         for _ in range(9):
             next(stream)
-        stream.close()  # type: ignore[attr-defined]
+        stream.close()
         assert [seq for seq, _ in drafter.forgotten] == [0]
         assert is_empty(context)
 

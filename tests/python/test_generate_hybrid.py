@@ -234,20 +234,22 @@ def test_a_text_that_is_cancelled_or_left_frees_the_memory(target: Target) -> No
         assert [one.tokens.tolist() for one in found] == target.expected["greedy"]
 
 
-@pytest.mark.parametrize("n_outputs_max", [1, 2, 3])
+@pytest.mark.parametrize("n_seq_max", [1, 2])
+@pytest.mark.parametrize("n_outputs_max", [2, 3, 6])
 @pytest.mark.parametrize("n_rs_seq", [0, 4])
 def test_calls_of_few_outputs_take_drafts_too(
-    n_rs_seq: int, n_outputs_max: int, files: Callable[[str], Path]
+    n_rs_seq: int, n_outputs_max: int, n_seq_max: int, files: Callable[[str], Path]
 ) -> None:
-    """An engine call of fewer outputs than a draft has cuts it, as small ubatches do."""
+    """An engine call of fewer outputs than drafts have cuts them, as small ubatches do."""
     with lt.Model(files("tiny-qwen35")) as model:
-        prompt = [5, 6, 7, 8]
-        tokens = by_hand(model, prompt, MAX_TOKENS)
-        options = {"n_ctx": 256, "n_rs_seq": n_rs_seq, "n_outputs_max": n_outputs_max, **EXACT}
-        with model.context(**options) as context:
-            drafter = Guessing(model.n_vocab, [[*prompt, *tokens]], wrong=0.5, longest=4)
-            (found,) = lt.generate(context, prompt, drafter, max_tokens=MAX_TOKENS, ignore_eos=True)
-        assert found.tokens.tolist() == tokens
+        prompts = [[5, 6, 7, 8], [50, 60, 70]]
+        expected = [by_hand(model, prompt, MAX_TOKENS) for prompt in prompts]
+        texts = [[*p, *t] for p, t in zip(prompts, expected, strict=True)]
+        options = {"n_rs_seq": n_rs_seq, "n_outputs_max": n_outputs_max, "n_seq_max": n_seq_max, **EXACT}
+        with model.context(n_ctx=256, **options) as context:
+            drafter = Guessing(model.n_vocab, texts, wrong=0.5, longest=4)
+            found = lt.generate(context, prompts, drafter, max_tokens=MAX_TOKENS, ignore_eos=True)
+            assert [one.tokens.tolist() for one in found] == expected
 
 
 @pytest.mark.parametrize(("n_seq_max", "n_ubatch"), [(3, 6), (4, 7), (5, 8), (5, 9), (5, 10)])
