@@ -17,7 +17,7 @@ from llamatap._native import _core, flush_log
 from llamatap._text import TextStream
 from llamatap.context import Batch, Context
 from llamatap.drafters import Draft, Drafter, DraftRequest, new_length, reset_all
-from llamatap.errors import EngineError, InvalidInputError
+from llamatap.errors import BusyError, EngineError, InvalidInputError
 from llamatap.generation import Event, FinishReason, Generation, Stats, TokenLogprobs
 from llamatap.layers import LayerId
 from llamatap.model import token_array
@@ -79,12 +79,13 @@ class Prompt:
 
 
 def check_empty(context: Context) -> None:
-    """The context's memory holds nothing.
+    """The context's memory holds nothing, and no generation has it for itself.
 
-    :raises InvalidInputError: it does.
+    :raises InvalidInputError: it holds tokens.
+    :raises BusyError: a generation is going on.
     """
     if context.generation is not None:
-        raise InvalidInputError("another generation is going on in this context; it must end first")
+        raise BusyError("another generation is going on in this context; it must end first")
     for seq in range(context.n_seq_max):
         if context.native.memory_last(seq) >= 0:
             raise InvalidInputError(
@@ -131,7 +132,7 @@ class Loop:
         check_empty(self.context)
         with self.context.lock:
             if self.context.generation is not None:
-                raise InvalidInputError("another generation is going on in this context; it must end first")
+                raise BusyError("another generation is going on in this context; it must end first")
             self.context.generation = self
         try:
             if not self.layers:

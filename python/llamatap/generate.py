@@ -181,6 +181,7 @@ def generate(
         each prompt, in the order of the prompts.
     :raises InvalidInputError: an argument is wrong, the context holds tokens, or a drafter gives what is
         none.
+    :raises BusyError: another generation is going on in the context, or another thread uses it.
     :raises ContextFullError: a prompt is longer than the context.
     :raises UnsupportedError: the model generates no text.
 

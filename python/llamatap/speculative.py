@@ -117,7 +117,7 @@ class SpeculativeContext(NotCopied):
         self.n_seq_max = context.n_seq_max if n_seq_max is None else integer("n_seq_max", n_seq_max, 1)
         unified = context.kv_unified if kv_unified is None else flag("kv_unified", kv_unified)
         room = integer("n_ctx", n_ctx, 0) or context.n_ctx
-        if kv_unified is None and unified and draft.native.n_swa > 0 and self.n_seq_max > 1:
+        if kv_unified is None and unified and 0 < draft.native.n_swa < room and self.n_seq_max > 1:
             # In one memory for all, what a window no longer reaches is lost to other sequences' tokens, and
             # nothing can be taken back any more.
             unified = False

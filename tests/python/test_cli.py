@@ -195,7 +195,7 @@ def test_generate_stops_where_it_is_told_and_reads_files(
     [
         (["--n-max", "many"], "--n-max: expected a number or auto, found 'many'"),
         (["--drafter", "nowhere.gguf"], "nowhere.gguf"),
-        (["--drafter", "mtp"], "MTP"),
+        (["--drafter", "mtp"], "is of the kind model"),
         (["--max-tokens", "0"], "max_tokens must be in 1"),
     ],
 )
