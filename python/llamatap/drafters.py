@@ -82,8 +82,9 @@ class Drafter(ABC):
     #: The target's states that it needs of every token: :func:`llamatap.generate` opens a tap for them, and
     #: ``context.tapped`` has them when :meth:`process` is called.
     target_layers: tuple[LayerId, ...] = ()
-    #: The most tokens that are asked for; "auto" lets :class:`llamatap.DraftLength` choose, 0 included.
-    n_max: int | Literal["auto"] = 4
+    #: The most tokens that are asked for, by default all that there is room for; "auto" lets
+    #: :class:`llamatap.DraftLength` choose, 0 included.
+    n_max: int | Literal["auto"] = 2**31 - 1
 
     def process(self, batch: Batch) -> None:  # noqa: B027  a drafter may need none of it
         """Take note of a batch that the target has decoded.
