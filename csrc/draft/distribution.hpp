@@ -14,7 +14,7 @@ namespace llamatap {
 inline std::pair<int32_t, float> most_likely(const float* logits, int32_t n_vocab) {
   const float* best = std::max_element(logits, logits + n_vocab);
   double sum = 0;
-  for (int32_t i = 0; i < n_vocab; ++i) sum += std::exp(double{logits[i]} - double{*best});
+  for (int32_t i = 0; i < n_vocab; ++i) sum += double{std::exp(logits[i] - *best)};
   return {static_cast<int32_t>(best - logits), static_cast<float>(1 / sum)};
 }
 
@@ -23,9 +23,8 @@ inline void softmax(const float* logits, int32_t n_vocab, float temperature, flo
   const float best = *std::max_element(logits, logits + n_vocab);
   double sum = 0;
   for (int32_t i = 0; i < n_vocab; ++i) {
-    const double value = std::exp((double{logits[i]} - double{best}) / double{temperature});
-    probs[i] = static_cast<float>(value);
-    sum += value;
+    probs[i] = std::exp((logits[i] - best) / temperature);
+    sum += double{probs[i]};
   }
   for (int32_t i = 0; i < n_vocab; ++i) probs[i] = static_cast<float>(double{probs[i]} / sum);
 }
