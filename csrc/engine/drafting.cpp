@@ -23,7 +23,12 @@ int32_t Context::state_width() const {
 }
 
 bool Context::computes_all_rows() const {
-  return drafts() && (model_->arch() == "eagle3" || model_->arch() == "dflash");
+  if (!drafts()) return false;
+  // The blocks that are cropped to outputs before their state is taken. EAGLE-3 and DFlash crop nothing, and
+  // the other MTP blocks their logits alone.
+  const std::string arch = model_->arch();
+  return arch != "mimo2" && arch != "step35" && arch != "qwen3next" && arch != "nemotron_h_moe" &&
+         arch != "gemma4-assistant";
 }
 
 void Context::check_drafting(const Batch& batch) const {

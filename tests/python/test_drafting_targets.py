@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from conftest import EXACT
@@ -97,3 +98,30 @@ def test_a_quantised_model_differs_in_near_ties_alone(smollm2: lt.Model) -> None
             behind = logits.max() - logits[[int(one.tokens[first]), int(other.tokens[first])]]
             assert behind.max() < 0.3, f"token {first} of prompt {one.index}: {behind}"
             context.memory.clear()
+
+
+def test_states_of_some_outputs_are_those_rows_where_the_graph_keeps_all(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """The MTP graphs of most architectures crop logits to outputs, but not the states that the engine then
+    reads from the start."""
+    path = drafters.write_glm4moe(tmp_path / "glm4moe.gguf")
+    tokens = rng.integers(3, 259, 8)
+    states = rng.standard_normal((8, 64)).astype(np.float32)
+    some = np.array([False, False, True, False, False, True, False, True])
+    with lt.Model(path, load_mtp=True) as model, model.context(n_ctx=256, **EXACT) as context:
+        spec = lt.SpeculativeContext(context, model, **EXACT)
+        assert spec.target_layers == ("norm",)
+        found = spec.decode(tokens, states, range(8), outputs=some, logits=True)
+        spec.memory.clear()
+        every = spec.decode(tokens, states, range(8), logits=True)
+        assert found.states is not None
+        assert every.states is not None
+        assert found.logits is not None
+        assert every.logits is not None
+        np.testing.assert_allclose(found.logits, every.logits[some], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(found.states, every.states[some], rtol=1e-4, atol=1e-4)
+        # The state is what the head reads: normed, as the target's is.
+        reader = gguf.GGUFReader(path)
+        head = next(tensor.data for tensor in reader.tensors if tensor.name == "output.weight")
+        np.testing.assert_allclose(every.logits, every.states @ head.T, rtol=1e-3, atol=1e-3)

@@ -306,3 +306,39 @@ def write_mtp_block(
     trunk = tuple(f"blk.{index}." for index in range(n_layer))
     alone = {name: values for name, values in tensors.items() if not name.startswith(trunk)}
     return write_file(path, "mimo2", mimo2_keys(n_layer, n_nextn, N_FF, N_HEAD_KV, window), alone)
+
+
+def write_glm4moe(path: Path, seed: int = 0) -> Path:
+    """A whole glm4moe file: one dense block, and an MTP block with two experts and a shared one. The engine's
+    graph of that block gives the states of all rows, and the logits of outputs alone."""
+    width, n_experts = HEAD_WIDTH * N_HEAD, 2
+    shapes: Shapes = {"token_embd.weight": (N_VOCAB, N_EMBD), "output.weight": (N_VOCAB, N_EMBD)}
+    shapes |= norm("output_norm", N_EMBD)
+    for i in range(2):
+        block = f"blk.{i}."
+        for name in ("attn_norm", "post_attention_norm"):
+            shapes |= norm(block + name, N_EMBD)
+        shapes |= linear(f"{block}attn_q", width, N_EMBD)
+        for part in "kv":
+            shapes |= linear(f"{block}attn_{part}", HEAD_WIDTH * N_HEAD_KV, N_EMBD)
+        shapes |= linear(f"{block}attn_output", N_EMBD, width)
+    shapes |= feed_forward("blk.0.", N_EMBD, N_FF)
+    block = "blk.1."
+    shapes |= linear(f"{block}ffn_gate_inp", n_experts, N_EMBD)
+    shapes[f"{block}exp_probs_b.bias"] = (n_experts,)
+    for part, outputs, inputs in (("gate", N_FF, N_EMBD), ("up", N_FF, N_EMBD), ("down", N_EMBD, N_FF)):
+        shapes[f"{block}ffn_{part}_exps.weight"] = (n_experts, outputs, inputs)
+        shapes |= linear(f"{block}ffn_{part}_shexp", outputs, inputs)
+    shapes |= linear(f"{block}nextn.eh_proj", N_EMBD, 2 * N_EMBD)
+    for name in ("enorm", "hnorm", "shared_head_norm"):
+        shapes |= norm(f"{block}nextn.{name}", N_EMBD)
+    keys = {
+        **decoder_keys(2, N_EMBD, N_FF, N_HEAD_KV, ROPE_BASE),
+        "expert_feed_forward_length": N_FF,
+        "expert_count": n_experts,
+        "expert_used_count": 1,
+        "expert_shared_count": 1,
+        "leading_dense_block_count": 1,
+        "nextn_predict_layers": 1,
+    }
+    return write_file(path, "glm4moe", keys, _draw(seed, shapes))
