@@ -31,6 +31,12 @@ TESTS = Path(__file__).parents[1] / "tests" / "python"
 QUANTIZE = Path(__file__).parents[1] / "build" / "fidelity" / "quantize"
 #: The engine's numbers for the types that files are made of.
 F16, Q4_0 = 1, 2
+N_MAX = 3
+#: How the threads of the engine's program wait: as it does unasked, spinning; and asleep, as ours do.
+WAITS: dict[str, tuple[object, ...]] = {
+    "as it comes": (),
+    "--poll 0": ("--poll", 0, "--poll-draft", 0),
+}
 PROMPT = "The history of the lighthouse begins with fires on hills. Later, people built towers of stone, and"
 
 
@@ -104,6 +110,14 @@ class Pair:
         self.n_tokens = n_tokens
         self.last: lt.Generation | None = None
 
+    def first_text(self) -> str:
+        """What the target says first, of tokens that come again when the text after it is tokenized."""
+        first = next(lt.generate(self.context, PROMPT, max_tokens=1, ignore_eos=True))
+        model = self.context.model
+        again = model.tokenize(PROMPT + first.text)
+        assert again.tolist() == [*model.tokenize(PROMPT), *first.tokens]
+        return first.text
+
     def run(self, drafter: lt.Drafter | None) -> tuple[float, float]:
         """(seconds, seconds of them in the engine) of the rounds after the prompt."""
         natives = (self.context.native, self.spec.native)
@@ -122,16 +136,21 @@ class Pair:
 
 
 def peer_speed(
-    arguments: argparse.Namespace, target: Path, draft: Path, kind: str, n_max: int
+    arguments: argparse.Namespace, target: Path, draft: Path, kind: str, prompt_text: str, *options: object
 ) -> dict[str, float]:
-    """The engine's own program on the same files: tokens a second after the prompt, drafted, accepted."""
+    """The engine's own program on the same files: tokens a second after the prompt, drafted, accepted.
+
+    It drafts after the last token of its prompt, where ours drafts after the first token that it sampled: the
+    prompt that it gets ends with that token, and it is asked for a token less.
+    """
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as prompt:
-        prompt.write(PROMPT)
+        prompt.write(prompt_text)
         prompt.flush()
         command = [
             *(arguments.peer, "-m", target, "-md", draft, "--spec-type", kind, "-f", prompt.name),
-            *("--spec-draft-n-max", n_max, "--spec-draft-p-min", 0, "-n", arguments.tokens, "--temp", 0),
+            *("--spec-draft-n-max", N_MAX, "--spec-draft-p-min", 0, "-n", arguments.tokens - 1, "--temp", 0),
             *("-c", 1024, "-t", arguments.threads or 2, "-td", arguments.threads or 2, "--ignore-eos"),
+            *options,
         ]
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, errors="replace")
     text = done.stdout + done.stderr
@@ -157,18 +176,17 @@ def against_engine(arguments: argparse.Namespace, folder: Path) -> dict[str, Any
             ("model (Q4_0 of itself)", small, "draft-simple"),
             ("EAGLE-3 (random weights)", eagle3, "draft-eagle3"),
         ):
-            pair = Pair(model, draft, 3, arguments.threads, arguments.tokens)
-            plain, ours, overhead, peer, ratios = [], [], [], [], []
-            peers: dict[str, float] = {}
+            pair = Pair(model, draft, N_MAX, arguments.threads, arguments.tokens)
+            prompt = PROMPT + pair.first_text()
+            plain, ours, overhead = [], [], []
+            peers: dict[str, list[dict[str, float]]] = {wait: [] for wait in WAITS}
             for _ in range(arguments.rounds):
-                plain.append(arguments.tokens / pair.run(None)[0])
+                plain.append((arguments.tokens - 1) / pair.run(None)[0])
                 seconds, engine = pair.run(pair.drafter)
                 overhead.append(seconds / engine)
                 ours.append((arguments.tokens - 1) / seconds)
-                if arguments.peer:
-                    peers = peer_speed(arguments, target, draft, kind, 3)
-                    peer.append(peers["tokens_per_second"])
-                    ratios.append(ours[-1] / peer[-1])
+                for wait, options in WAITS.items() if arguments.peer else ():
+                    peers[wait].append(peer_speed(arguments, target, draft, kind, prompt, *options))
             assert pair.last is not None
             stats = pair.last.stats
             results[name] = {
@@ -179,9 +197,14 @@ def against_engine(arguments: argparse.Namespace, folder: Path) -> dict[str, Any
                 "accepted": stats.accepted,
                 "tokens per round": round(stats.tokens_per_round, 3),
             }
-            if arguments.peer:
-                results[name]["tokens per second / llama-speculative-simple"] = median(ratios)
-                results[name]["llama-speculative-simple"] = {**peers, "tokens_per_second": median(peer)}
+            for wait, runs in peers.items() if arguments.peer else ():
+                speeds = [run["tokens_per_second"] for run in runs]
+                ratios = [mine / theirs for mine, theirs in zip(ours, speeds, strict=True)]
+                results[name][f"tokens per second / llama-speculative-simple, {wait}"] = median(ratios)
+                results[name][f"llama-speculative-simple, {wait}"] = {
+                    **runs[-1],
+                    "tokens_per_second": median(speeds),
+                }
     return results
 
 
