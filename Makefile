@@ -3,6 +3,7 @@
 # make lint    ruff, mypy, clang-format, stubs
 # make bench   measures; prints ratios, writes bench/results/
 # make fidelity          every layer against transformers; writes docs/fidelity.md
+# make bench-drafting    speed against the engine's own drafting; writes bench/results/
 # make bench-transformers  speed against transformers; writes bench/results/
 # make dev     an editable install that rebuilds on import
 # make package builds the sdist and, from it, the wheel; checks both in empty environments
@@ -22,7 +23,7 @@ export LLAMATAP_CACHE ?= $(abspath $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamat
 export CCACHE_BASEDIR ?= /
 export CCACHE_NOHASHDIR ?= true
 
-.PHONY: demo test architectures lint format stubs bench dev package golden fidelity bench-transformers neighbours debug sanitize clean
+.PHONY: demo test architectures lint format stubs bench bench-drafting dev package golden fidelity bench-transformers neighbours debug sanitize clean
 
 # Debian keeps venv and the headers in packages of their own.
 define HAVE_PYTHON
@@ -88,6 +89,18 @@ stubs: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(BIN)/python bench/capture.py
+
+# The engine's own program of speculative decoding, to measure ours beside.
+SPECULATIVE := build/peer/llama-speculative-simple
+$(SPECULATIVE): $(VENV)/.installed bench/peer/CMakeLists.txt tests/archs/load_backend.cpp
+	$(BIN)/python vendor/fetch.py --set peers
+	$(BIN)/cmake -S bench/peer -B build/peer -G Ninja -DCMAKE_MAKE_PROGRAM="$(abspath $(BIN)/ninja)" \
+	  -DENGINE_LIBRARIES="$$($(BIN)/python -c 'from llamatap._native import _core; print(_core.__file__.rpartition("/")[0] + "/lib")')"
+	$(BIN)/cmake --build build/peer
+	touch $@
+
+bench-drafting: build/fidelity/quantize $(SPECULATIVE)
+	$(BIN)/python bench/speculation.py
 
 dev: $(VENV)/.tools
 	$(PIP) install --no-build-isolation --editable ".[demo]"

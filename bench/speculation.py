@@ -1,6 +1,7 @@
 """What drafting costs and gives: our loop, the engine's own program, sequences together, memory.
 
-    python bench/speculation.py [--rounds N] [--tokens N] [--threads N] [--peer llama-speculative-simple]
+    make bench-drafting
+    python bench/speculation.py [--rounds N] [--tokens N] [--threads N]    (once that has built what it needs)
 
 Figures are medians of ratios within a round, in which every variant runs once. Files are made here: SmolLM2
 as float16 with a 4-bit copy of itself as the draft model (most of a draft is accepted), with EAGLE-3 weights
@@ -28,7 +29,10 @@ import llamatap as lt
 from llamatap.fetch import fetch
 
 TESTS = Path(__file__).parents[1] / "tests" / "python"
-QUANTIZE = Path(__file__).parents[1] / "build" / "fidelity" / "quantize"
+BUILD = Path(__file__).parents[1] / "build"
+QUANTIZE = BUILD / "fidelity" / "quantize"
+#: The engine's own program, linked with the engine of the package (bench/peer).
+PEER = BUILD / "peer" / "llama-speculative-simple"
 #: The engine's numbers for the types that files are made of.
 F16, Q4_0 = 1, 2
 N_MAX = 3
@@ -45,8 +49,6 @@ def median(values: list[float]) -> float:
 
 
 def quantized(source: Path, target: Path, file_type: int) -> Path:
-    if not QUANTIZE.exists():
-        sys.exit("bench/speculation.py: run `make build/fidelity/quantize` first")
     subprocess.run([QUANTIZE, source, target, str(file_type)], check=True, capture_output=True)
     return target
 
@@ -147,7 +149,7 @@ def peer_speed(
         prompt.write(prompt_text)
         prompt.flush()
         command = [
-            *(arguments.peer, "-m", target, "-md", draft, "--spec-type", kind, "-f", prompt.name),
+            *(PEER, "-m", target, "-md", draft, "--spec-type", kind, "-f", prompt.name),
             *("--spec-draft-n-max", N_MAX, "--spec-draft-p-min", 0, "-n", arguments.tokens - 1, "--temp", 0),
             *("-c", 1024, "-t", arguments.threads or 2, "-td", arguments.threads or 2, "--ignore-eos"),
             *options,
@@ -156,7 +158,7 @@ def peer_speed(
     text = done.stdout + done.stderr
     found = re.search(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds", text)
     if found is None:
-        sys.exit(f"{arguments.peer} said nothing that this program understands:\n{text[-2000:]}")
+        sys.exit(f"{PEER} said nothing that this program understands:\n{text[-2000:]}")
     counts = {
         name: float(value) for name, value in re.findall(r"(n_draft|n_drafted|n_accept)\s*=\s*(\d+)", text)
     }
@@ -185,7 +187,7 @@ def against_engine(arguments: argparse.Namespace, folder: Path) -> dict[str, Any
                 seconds, engine = pair.run(pair.drafter)
                 overhead.append(seconds / engine)
                 ours.append((arguments.tokens - 1) / seconds)
-                for wait, options in WAITS.items() if arguments.peer else ():
+                for wait, options in WAITS.items():
                     peers[wait].append(peer_speed(arguments, target, draft, kind, prompt, *options))
             assert pair.last is not None
             stats = pair.last.stats
@@ -197,7 +199,7 @@ def against_engine(arguments: argparse.Namespace, folder: Path) -> dict[str, Any
                 "accepted": stats.accepted,
                 "tokens per round": round(stats.tokens_per_round, 3),
             }
-            for wait, runs in peers.items() if arguments.peer else ():
+            for wait, runs in peers.items():
                 speeds = [run["tokens_per_second"] for run in runs]
                 ratios = [mine / theirs for mine, theirs in zip(ours, speeds, strict=True)]
                 results[name][f"tokens per second / llama-speculative-simple, {wait}"] = median(ratios)
@@ -287,8 +289,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--peer", type=Path, help="the engine's llama-speculative-simple")
     arguments = parser.parse_args()
+    for program in (QUANTIZE, PEER):
+        if not program.exists():
+            sys.exit(f"bench/speculation.py: there is no {program}; run `make bench-drafting`")
     sys.path[:0] = [str(TESTS.parent), str(TESTS)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
