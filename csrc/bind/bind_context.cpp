@@ -72,9 +72,19 @@ void register_context(py::module_& module) {
                        uint32_t n_ubatch, uint32_t n_seq_max, uint32_t n_rs_seq, uint32_t n_outputs_max,
                        int32_t n_threads, const std::string& type_k, const std::string& type_v,
                        int32_t flash_attention, bool kv_unified, bool swa_full) {
-             const ContextOptions options{n_ctx,         n_batch,   n_ubatch, n_seq_max, n_rs_seq,
-                                          n_outputs_max, n_threads, type_k,   type_v,    flash_attention,
-                                          kv_unified,    swa_full,  nullptr,  false,     true};
+             ContextOptions options;
+             options.n_ctx = n_ctx;
+             options.n_batch = n_batch;
+             options.n_ubatch = n_ubatch;
+             options.n_seq_max = n_seq_max;
+             options.n_rs_seq = n_rs_seq;
+             options.n_outputs_max = n_outputs_max;
+             options.n_threads = n_threads;
+             options.type_k = type_k;
+             options.type_v = type_v;
+             options.flash_attention = flash_attention;
+             options.kv_unified = kv_unified;
+             options.swa_full = swa_full;
              const GilReleased released;
              return std::make_shared<Context>(model, options);
            }),

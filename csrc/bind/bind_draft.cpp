@@ -62,9 +62,10 @@ Floats encode(SpeculativeContext& spec, const Floats& features) {
   const auto n = static_cast<int32_t>(features.shape(0));
   Floats states({features.shape(0), static_cast<py::ssize_t>(spec.n_state())});
   float* target = states.mutable_data();
+  const Poll poll = signal_poll();
   const GilReleased released;
   const auto held = spec.hold();
-  spec.encode(features.data(), n, target);
+  spec.encode(features.data(), n, target, poll);
   return states;
 }
 
@@ -77,6 +78,10 @@ std::tuple<Ints, Floats, std::optional<Floats>, std::optional<Floats>> decode(
   if (head < 0 || head >= spec.n_heads()) {
     throw InvalidInput("head must be in 0.." + std::to_string(spec.n_heads() - 1) + ", not " +
                        std::to_string(head));
+  }
+  if (spec.kind() == DraftKind::dflash) {
+    throw Unsupported(
+        "DFlash files decode blocks on features, not pairs of tokens and states; use DFlashDrafter");
   }
   if (width == 0 && states) throw InvalidInput("a plain model takes no states");
   if (positions.size() != n || seqs.size() != n || static_cast<py::ssize_t>(outputs.size()) != n) {
@@ -117,17 +122,8 @@ std::tuple<Ints, Floats, std::optional<Floats>, std::optional<Floats>> decode(
   const GilReleased released;
   const auto held = spec.hold();
   auto& context = *spec.context();
-  // Of several MTP blocks, others are the drafters' to select.
-  const bool chained = spec.n_heads() > 1;
-  struct First {
-    Context& context;
-    bool chained;
-    ~First() {
-      if (chained) context.select_head(0);
-    }
-  };
-  const First first{context, chained};
-  if (chained) context.select_head(head);
+  HeadSelection selection(spec);
+  selection.select(head);
   if (n > 0) spec.decode(batch, poll);
   const Use use = context.hold();
   std::vector<float> all(static_cast<size_t>(n_vocab));
@@ -149,7 +145,14 @@ std::tuple<Ints, Floats, std::optional<Floats>, std::optional<Floats>> decode(
 
 void process(Drafter& drafter, const Batch& batch, const std::optional<Floats>& states) {
   const Batch copy = batch;
-  const float* values = states ? states->data() : nullptr;
+  const int32_t width = drafter.n_features();
+  const bool fits =
+      states && states->ndim() == 2 && states->shape(0) == copy.size() && states->shape(1) == width;
+  if (width > 0 && !fits) {
+    throw InvalidInput("the drafter takes the target's states of the batch, (" + std::to_string(copy.size()) +
+                       ", " + std::to_string(width) + ") float32 values");
+  }
+  const float* values = width > 0 ? states->data() : nullptr;
   const Poll poll = signal_poll();
   const GilReleased released;
   drafter.process(copy, values, poll);
@@ -191,13 +194,15 @@ std::tuple<std::vector<int32_t>, int32_t> run_verify(const Context& context, Sam
   const Stops ends{end_of_generation, stops};
   const auto tokens = to_vector(draft);
   const int32_t n_vocab = context.model()->vocab().size();
+  if (first_row < 0) throw InvalidInput("first_row must be 0 or more, not " + std::to_string(first_row));
   if (!distributions) {
     auto found = verify(context, sampler, first_row, tokens, ends);
     return {std::move(found.tokens), found.n_accepted};
   }
   if (distributions->ndim() != 2 || distributions->shape(0) != draft.size() ||
       distributions->shape(1) != n_vocab) {
-    throw InvalidInput("probs must be (" + std::to_string(draft.size()) + ", " + std::to_string(n_vocab) +
+    throw InvalidInput("distributions must be (" + std::to_string(draft.size()) + ", " +
+                       std::to_string(n_vocab) +
                        ") float32 values: of each drafted token, the distribution that it was drawn from");
   }
   auto found = verify_by_rejection(context, sampler, first_row, tokens, distributions->data(), ends);
@@ -239,8 +244,8 @@ void register_draft(py::module_& module) {
            "Requests are (sequence, last token, its position, n_max, seed); drafts are (tokens, "
            "probabilities or "
            "None, distributions or None), in the same order.")
-      .def("accept", &Drafter::accept, py::arg("seq"), py::arg("n"))
-      .def("reset", &Drafter::reset, py::arg("seq"));
+      .def("accept", &Drafter::accept, py::arg("seq"), py::arg("n"), py::call_guard<GilReleased>())
+      .def("reset", &Drafter::reset, py::arg("seq"), py::call_guard<GilReleased>());
 
   module.def(
       "speculative_drafter",

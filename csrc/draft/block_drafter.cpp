@@ -1,19 +1,11 @@
 #include "draft/block_drafter.hpp"
 
 #include <algorithm>
-#include <set>
 #include <utility>
 
 #include "engine/error.hpp"
 
 namespace llamatap {
-
-namespace {
-
-// Positions that wait for a draft before their features are injected without one.
-constexpr int32_t kMostWaiting = 512;
-
-}  // namespace
 
 BlockDrafter::BlockDrafter(std::shared_ptr<SpeculativeContext> spec, const DraftSettings& settings)
     : spec_(std::move(spec)), settings_(settings), sequences_(spec_->context()->options().n_seq_max) {
@@ -25,10 +17,6 @@ BlockDrafter::BlockDrafter(std::shared_ptr<SpeculativeContext> spec, const Draft
   settings_.n_max = std::min(settings_.n_max, block.size - block.first_slot);
 }
 
-int32_t BlockDrafter::waiting(const Sequence& sequence) const {
-  return static_cast<int32_t>(sequence.features.size() / static_cast<size_t>(spec_->n_features()));
-}
-
 void BlockDrafter::process(const Batch& batch, const float* states, const Poll& poll) {
   const auto held = lock();
   const auto use = spec_->hold();
@@ -38,23 +26,24 @@ void BlockDrafter::process(const Batch& batch, const float* states, const Poll& 
     spec_->check_sequence(seq);
     check_contiguous(batch, rows);
     const auto& sequence = sequences_[seq];
-    const int32_t first = batch.positions()[rows.front()];
-    if (first > sequence.injected + waiting(sequence) || first < sequence.injected) {
-      throw InvalidInput("sequence " + std::to_string(seq) + " goes on at position " +
-                         std::to_string(sequence.injected + waiting(sequence)) + ", not " +
-                         std::to_string(first) + "; a drafter must process every batch, from position 0");
-    }
+    if (sequence.lost) continue;
+    sequence.progress.check_start(seq, batch.positions()[rows.front()], sequence.injected);
   }
   for (const auto& [seq, rows] : entries) {
     auto& sequence = sequences_[seq];
+    if (sequence.lost) continue;
     const int32_t first = batch.positions()[rows.front()];
     sequence.features.resize(static_cast<size_t>(first - sequence.injected) * width);
-    if (waiting(sequence) > kMostWaiting) inject({seq}, poll);
-    sequence.batch_start = first;
+    sequence.progress.next = first;
+    if (first - sequence.injected > kMostWaiting && !try_inject(seq, poll)) continue;
+    sequence.progress.begin_batch(first, static_cast<int32_t>(rows.size()));
+    bool numbers = true;
     for (const int32_t row : rows) {
       const float* values = states + static_cast<size_t>(row) * width;
       sequence.features.insert(sequence.features.end(), values, values + width);
+      numbers = numbers && all_finite(values, width);
     }
+    if (!numbers) lose(seq);
   }
 }
 
@@ -62,9 +51,9 @@ void BlockDrafter::accept(int32_t seq, int32_t n) {
   const auto held = lock();
   spec_->check_sequence(seq);
   auto& sequence = sequences_[seq];
-  const int32_t last = sequence.injected + waiting(sequence) - sequence.batch_start;
-  if (n < 0 || n >= last) throw_wrong_accept(seq, n, static_cast<size_t>(std::max(last, 0)));
-  const auto stand = static_cast<size_t>(sequence.batch_start + n + 1 - sequence.injected);
+  if (sequence.lost) return;
+  sequence.progress.accept(seq, n);
+  const auto stand = static_cast<size_t>(sequence.progress.next - sequence.injected);
   sequence.features.resize(stand * static_cast<size_t>(spec_->n_features()));
 }
 
@@ -74,6 +63,23 @@ void BlockDrafter::reset(int32_t seq) {
   spec_->check_sequence(seq);
   sequences_[seq] = Sequence();
   spec_->context()->memory_remove(seq, -1, -1);
+}
+
+/// It is drafted for no more, until it is reset.
+void BlockDrafter::lose(int32_t seq) {
+  sequences_[seq] = Sequence();
+  sequences_[seq].lost = true;
+  spec_->context()->memory_remove(seq, -1, -1);
+}
+
+/// Injects; a sequence for which the memory has no room is lost. Returns whether there was.
+bool BlockDrafter::try_inject(int32_t seq, const Poll& poll) {
+  try {
+    inject({seq}, poll);
+  } catch (const ContextFull&) {
+    lose(seq);
+  }
+  return !sequences_[seq].lost;
 }
 
 /// Brings the features that wait into the memory, in the place of any block.
@@ -90,13 +96,15 @@ void BlockDrafter::inject(const std::vector<int32_t>& seqs, const Poll& poll) {
       const auto values = static_cast<std::ptrdiff_t>(static_cast<size_t>(counts[seq]) * width);
       sequence.features.erase(sequence.features.begin(), sequence.features.begin() + values);
       sequence.injected += counts[seq];
+      sequence.progress.batch_start = std::max(sequence.progress.batch_start, sequence.injected);
       counts[seq] = 0;
     }
     batch.clear();
   };
+  const auto waiting = [&](int32_t seq) { return sequences_[seq].progress.next - sequences_[seq].injected; };
   for (const int32_t seq : seqs) {
     context.memory_remove(seq, sequences_[seq].injected, -1);
-    while (waiting(sequences_[seq]) > counts[seq]) {
+    while (waiting(seq) > counts[seq]) {
       const auto& sequence = sequences_[seq];
       const float* values = sequence.features.data() + static_cast<size_t>(counts[seq]) * width;
       batch.add_embedding(values, sequence.injected + counts[seq], {seq}, false);
@@ -104,6 +112,7 @@ void BlockDrafter::inject(const std::vector<int32_t>& seqs, const Poll& poll) {
       // Without causal attention the engine takes no more at once.
       if (batch.size() == static_cast<int32_t>(context.n_ubatch())) flush();
     }
+    if (!context.options().kv_unified) flush();
   }
   flush();
 }
@@ -119,7 +128,7 @@ void BlockDrafter::read_block(const DraftRequest& request, int32_t first_row, in
                                  request, static_cast<size_t>(i));
     const float sure =
         block.chained && block.has_confidence && settings_.p_min > 0 ? *context.next_state(row) : choice.best;
-    if (sure < settings_.p_min) return;
+    if (choice.token < 0 || sure < settings_.p_min) return;
     append(draft, choice);
     if (vocab.is_end_of_generation(choice.token)) return;
   }
@@ -133,20 +142,16 @@ std::vector<Draft> BlockDrafter::draft(const std::vector<DraftRequest>& requests
   std::vector<Draft> drafts(requests.size());
   std::vector<int32_t> seqs;
   std::vector<size_t> asked;
-  std::set<int32_t> seen;
   int32_t longest = 0;
   std::vector<int32_t> limits(requests.size(), 0);
+  check_requests(requests);
   for (size_t i = 0; i < requests.size(); ++i) {
     const auto& request = requests[i];
     spec_->check_sequence(request.seq);
-    if (!seen.insert(request.seq).second) {
-      throw InvalidInput("sequence " + std::to_string(request.seq) + " is asked for twice");
-    }
     context.model()->vocab().check(request.last_token);
-    const auto& sequence = sequences_[request.seq];
-    const int32_t next = sequence.injected + waiting(sequence);
-    if (request.position != next || next == 0) throw_wrong_position(request, next);
-    const int32_t room = static_cast<int32_t>(context.n_ctx_seq()) - next - block.first_slot;
+    if (sequences_[request.seq].lost) continue;
+    check_position(request, sequences_[request.seq].progress);
+    const int32_t room = static_cast<int32_t>(context.n_ctx_seq()) - request.position - block.first_slot;
     limits[i] = std::min({settings_.n_max, request.n_max, room});
     if (limits[i] < 1 || limits[i] < settings_.n_min) continue;
     longest = std::max(longest, limits[i]);
@@ -156,9 +161,20 @@ std::vector<Draft> BlockDrafter::draft(const std::vector<DraftRequest>& requests
   if (asked.empty()) return drafts;
   // Blocks of one decode are of one length, which some heads need.
   const int32_t length = longest + block.first_slot;
-  const auto together = std::max<size_t>(1, context.n_ubatch() / static_cast<uint32_t>(length));
+  const bool unified = context.options().kv_unified;
+  const auto together = unified ? std::max<size_t>(1, context.n_ubatch() / static_cast<uint32_t>(length)) : 1;
   try {
     inject(seqs, poll);
+  } catch (const ContextFull&) {
+    // Blocks that no one waits for go first, then sequences that still find no room.
+    for (int32_t seq = 0; seq < static_cast<int32_t>(sequences_.size()); ++seq) {
+      context.memory_remove(seq, sequences_[seq].injected, -1);
+    }
+    for (const int32_t seq : seqs) try_inject(seq, poll);
+    const auto is_lost = [&](size_t i) { return sequences_[requests[i].seq].lost; };
+    asked.erase(std::remove_if(asked.begin(), asked.end(), is_lost), asked.end());
+  }
+  try {
     for (size_t begin = 0; begin < asked.size(); begin += together) {
       const size_t end = std::min(asked.size(), begin + together);
       Batch batch;

@@ -16,6 +16,7 @@ class BlockDrafter : public Drafter {
  public:
   BlockDrafter(std::shared_ptr<SpeculativeContext> spec, const DraftSettings& settings);
 
+  int32_t n_features() const override { return spec_->n_features(); }
   void process(const Batch& batch, const float* states, const Poll& poll) override;
   std::vector<Draft> draft(const std::vector<DraftRequest>& requests, const Poll& poll) override;
   void accept(int32_t seq, int32_t n) override;
@@ -23,13 +24,15 @@ class BlockDrafter : public Drafter {
 
  private:
   struct Sequence {
+    Progress progress;
     int32_t injected = 0;         // positions whose features are in the memory
-    std::vector<float> features;  // of those after them, [waiting, n_features]
-    int32_t batch_start = 0;      // the first position of the last batch
+    std::vector<float> features;  // of those after them, [next - injected, n_features]
+    bool lost = false;            // there was no room for it, or the target gave no numbers
   };
 
-  int32_t waiting(const Sequence& sequence) const;
   void inject(const std::vector<int32_t>& seqs, const Poll& poll);
+  void lose(int32_t seq);
+  bool try_inject(int32_t seq, const Poll& poll);
   void read_block(const DraftRequest& request, int32_t first_row, int32_t limit, Draft& draft) const;
 
   std::shared_ptr<SpeculativeContext> spec_;

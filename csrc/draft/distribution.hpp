@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "engine/error.hpp"
+
 namespace llamatap {
 
 /// Of logits, the most likely token and its probability: exp(l - max) / sum of all exp(l - max).
@@ -29,18 +31,20 @@ inline void softmax(const float* logits, int32_t n_vocab, float temperature, flo
   for (int32_t i = 0; i < n_vocab; ++i) probs[i] = static_cast<float>(double{probs[i]} / sum);
 }
 
-/// The token at which the running sum of probabilities passes `point`, in [0, 1).
+/// The token at which the running sum of probabilities passes `point`, in [0, 1). Throws EngineFailed when
+/// none has any.
 inline int32_t draw(const float* probs, int32_t n_vocab, double point) {
   double total = 0;
   for (int32_t i = 0; i < n_vocab; ++i) total += double{probs[i]};
   double sum = 0;
-  int32_t last = 0;
+  int32_t last = -1;
   for (int32_t i = 0; i < n_vocab; ++i) {
-    if (probs[i] <= 0) continue;
+    if (!(probs[i] > 0)) continue;
     last = i;
     sum += double{probs[i]};
     if (sum > point * total) return i;
   }
+  if (last < 0) throw EngineFailed("no token has a probability above 0");
   return last;
 }
 

@@ -34,12 +34,28 @@ struct DraftSettings {
   uint32_t seed = 0;      // of the draws
 };
 
+/// How far a drafter has followed a sequence, in positions of the target.
+struct Progress {
+  int32_t next = 0;         // the position that comes next
+  int32_t batch_start = 0;  // the first position of the last batch
+
+  /// Throws InvalidInput unless entries from `first` on follow. Entries from `earliest` on may be taken back
+  /// by processing others in their place.
+  void check_start(int32_t seq, int32_t first, int32_t earliest) const;
+  void begin_batch(int32_t first, int32_t n);
+  /// The first entry of the last batch and `n` more stand. Throws InvalidInput when there are not as many.
+  void accept(int32_t seq, int32_t n);
+};
+
 /// Guesses the next tokens of sequences. `process` comes after each decode of the target, with its batch;
 /// `accept` after a batch of which a part is taken back, before anything else is asked of the sequence.
 /// One thread at a time: a second one gets Busy.
 class Drafter {
  public:
   virtual ~Drafter() = default;
+
+  /// Width of what `process` takes of the target for each entry; 0: nothing.
+  virtual int32_t n_features() const { return 0; }
 
   /// `states`: [entries, n_features] of the target, where the drafter needs them; else null.
   virtual void process(const Batch& batch, const float* states, const Poll& poll) = 0;
@@ -69,9 +85,19 @@ std::map<int32_t, std::vector<int32_t>> entries_by_sequence(const Batch& batch);
 /// Throws InvalidInput unless the positions of these entries, in their order, have no gap.
 void check_contiguous(const Batch& batch, const std::vector<int32_t>& rows);
 
+/// Whether n values are numbers: in a memory, others would come to sequences that have nothing to do with
+/// them.
+bool all_finite(const float* values, size_t n);
+
+/// Throws InvalidInput when a sequence is asked for twice.
+void check_requests(const std::vector<DraftRequest>& requests);
+
+/// Throws InvalidInput unless the last token follows what was processed.
+void check_position(const DraftRequest& request, const Progress& progress);
+
 /// What a drafter takes from logits, and with which probability.
 struct Choice {
-  int32_t token;
+  int32_t token;  // -1: none, of logits that are not numbers
   float prob;
   float best;                       // the probability of the most likely token
   std::vector<float> distribution;  // that it was drawn from; empty when it is the most likely one
@@ -89,7 +115,7 @@ void append(Draft& draft, const Choice& choice);
 /// left would no longer be drawn from the distributions that it comes with.
 void drop_short(std::vector<Draft>& drafts, const DraftSettings& settings);
 
-[[noreturn]] void throw_wrong_position(const DraftRequest& request, int32_t expected);
-[[noreturn]] void throw_wrong_accept(int32_t seq, int32_t n, size_t n_entries);
+/// Entries that wait for a draft before they enter the draft's memory without one.
+constexpr int32_t kMostWaiting = 512;
 
 }  // namespace llamatap

@@ -1,7 +1,6 @@
 #include "draft/ngram.hpp"
 
 #include <algorithm>
-#include <set>
 
 #include "engine/error.hpp"
 
@@ -34,34 +33,29 @@ void NGramDrafter::process(const Batch& batch, const float*, const Poll&) {
   const auto entries = entries_by_sequence(batch);
   for (const auto& [seq, rows] : entries) {
     check_contiguous(batch, rows);
-    const int32_t begin = batch.positions()[rows.front()];
     const auto found = sequences_.find(seq);
-    const size_t next = found == sequences_.end() ? 0 : found->second.tokens.size();
-    if (begin < 0 || static_cast<size_t>(begin) > next) {
-      throw InvalidInput("sequence " + std::to_string(seq) + " goes on at position " + std::to_string(next) +
-                         ", not " + std::to_string(begin) +
-                         "; a drafter must process every batch of a sequence, from position 0");
-    }
+    const auto progress = found == sequences_.end() ? Progress() : found->second.progress;
+    progress.check_start(seq, batch.positions()[rows.front()], 0);
   }
   for (const auto& [seq, rows] : entries) {
     auto& sequence = sequences_[seq];
-    sequence.batch_start = static_cast<size_t>(batch.positions()[rows.front()]);
-    if (sequence.batch_start < sequence.indexed) {
-      // The text goes another way from here.
-      sequence.ends.clear();
-      sequence.indexed = 0;
-    }
-    sequence.tokens.resize(sequence.batch_start);
+    const int32_t first = batch.positions()[rows.front()];
+    sequence.progress.begin_batch(first, static_cast<int32_t>(rows.size()));
+    sequence.truncate(static_cast<size_t>(first));
     for (const int32_t row : rows) sequence.tokens.push_back(batch.tokens()[row]);
   }
 }
 
+void NGramDrafter::Sequence::truncate(size_t n) {
+  tokens.resize(n);
+  if (indexed <= n) return;
+  // The text goes another way from here.
+  ends.clear();
+  indexed = 0;
+}
+
 void NGramDrafter::index(Sequence& sequence) const {
   const auto& tokens = sequence.tokens;
-  if (sequence.indexed > tokens.size()) {
-    sequence.ends.clear();
-    sequence.indexed = 0;
-  }
   // An n-gram that ends the text has no successor yet.
   for (size_t end = sequence.indexed + 1; end < tokens.size(); ++end) {
     for (auto n = static_cast<size_t>(n_shortest_); n <= static_cast<size_t>(n_longest_) && n <= end; ++n) {
@@ -74,17 +68,14 @@ void NGramDrafter::index(Sequence& sequence) const {
 std::vector<Draft> NGramDrafter::draft(const std::vector<DraftRequest>& requests, const Poll&) {
   const auto held = lock();
   std::vector<Draft> drafts(requests.size());
-  std::set<int32_t> seen;
+  check_requests(requests);
   for (size_t i = 0; i < requests.size(); ++i) {
     const auto& request = requests[i];
-    if (!seen.insert(request.seq).second) {
-      throw InvalidInput("sequence " + std::to_string(request.seq) + " is asked for twice");
-    }
-    auto& sequence = sequences_[request.seq];
+    const auto known = sequences_.find(request.seq);
+    if (known == sequences_.end() && request.position == 0) continue;
+    check_position(request, known == sequences_.end() ? Progress() : known->second.progress);
+    auto& sequence = known->second;
     auto& text = sequence.tokens;
-    if (request.position != static_cast<int32_t>(text.size())) {
-      throw_wrong_position(request, static_cast<int32_t>(text.size()));
-    }
     const auto limit = static_cast<size_t>(std::max(0, std::min(n_max_, request.n_max)));
     text.push_back(request.last_token);
     index(sequence);
@@ -111,10 +102,11 @@ std::vector<Draft> NGramDrafter::draft(const std::vector<DraftRequest>& requests
 
 void NGramDrafter::accept(int32_t seq, int32_t n) {
   const auto held = lock();
-  auto& sequence = sequences_[seq];
-  const size_t last = sequence.tokens.size() - sequence.batch_start;
-  if (n < 0 || static_cast<size_t>(n) >= last) throw_wrong_accept(seq, n, last);
-  sequence.tokens.resize(sequence.batch_start + static_cast<size_t>(n) + 1);
+  const auto found = sequences_.find(seq);
+  if (found == sequences_.end()) Progress().accept(seq, n);
+  auto& sequence = found->second;
+  sequence.progress.accept(seq, n);
+  sequence.truncate(static_cast<size_t>(sequence.progress.next));
 }
 
 void NGramDrafter::reset(int32_t seq) {

@@ -24,10 +24,12 @@ class NGramDrafter : public Drafter {
  private:
   struct Sequence {
     std::vector<int32_t> tokens;
-    size_t batch_start = 0;
+    Progress progress;
     size_t indexed = 0;
     /// Hash of an n-gram to where its latest occurrence that has a successor ends.
     std::unordered_map<uint64_t, size_t> ends;
+
+    void truncate(size_t n);
   };
 
   void index(Sequence& sequence) const;

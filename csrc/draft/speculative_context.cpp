@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "draft/store_only.hpp"
+#include "engine/draft_blocks.hpp"
 #include "engine/error.hpp"
 #include "engine/internals.hpp"
 
@@ -16,10 +17,6 @@ namespace {
 constexpr int32_t kMostPadding = 128;
 
 std::string number(int64_t value) { return std::to_string(value); }
-
-/// Whether MTP blocks of an architecture take the target's state before its final norm, as their training
-/// did.
-bool takes_pre_norm(const std::string& arch) { return arch == "mimo2" || arch == "step35"; }
 
 int32_t metadata_number(const Model& model, const std::string& key, int32_t otherwise) {
   const auto found = model.metadata().find(key);
@@ -40,7 +37,7 @@ bool metadata_flag(const Model& model, const std::string& key, bool otherwise) {
 
 DraftKind SpeculativeContext::kind_of(const Model& draft) {
   const std::string arch = draft.arch();
-  if (arch == "gemma4-assistant") return DraftKind::mtp;
+  if (draft_blocks(arch).borrows_memory) return DraftKind::mtp;
   if (arch == "eagle3") return DraftKind::eagle3;
   if (arch == "dflash") return DraftKind::dflash;
   const bool has_mtp = draft.options().load_mtp && internals::draft_traits(draft.handle()).n_mtp > 0;
@@ -66,7 +63,7 @@ SpeculativeContext::SpeculativeContext(std::shared_ptr<Context> target, std::sha
       }
       break;
     case DraftKind::eagle3:
-      fit_eagle3();
+      fit_features("EAGLE-3");
       break;
     case DraftKind::mtp:
       fit_mtp();
@@ -83,14 +80,36 @@ SpeculativeContext::SpeculativeContext(std::shared_ptr<Context> target, std::sha
     options.n_ubatch = std::max(options.n_ubatch, static_cast<uint32_t>(block_.size));
     options.n_batch = std::max(options.n_batch, options.n_ubatch);
   }
+  const auto window = static_cast<uint32_t>(draft_->n_swa());
+  if (n_heads_ > 1 && window > 0 && window < options.n_ctx && options.kv_unified && options.n_seq_max > 1) {
+    throw Unsupported("several MTP blocks with sliding windows must keep sequences apart (kv_unified=False)");
+  }
+  if (shares_memory_) {
+    const Use use = target_->hold();
+    // The engine empties the places that both share when it makes the second context.
+    if (!target_->is_empty()) {
+      throw InvalidInput(
+          "the draft attends to the target's memory, which must be empty when the speculative context is "
+          "made; "
+          "make it first, or clear the memory (memory.clear())");
+    }
+    make_context(options);
+  } else {
+    make_context(options);
+  }
+  if (kind_ == DraftKind::model && (!context_->has_memory() || !context_->causal())) {
+    throw Unsupported(draft_->arch() + " does not generate text, so it cannot draft");
+  }
+}
+
+void SpeculativeContext::make_context(const ContextOptions& options) {
   try {
     context_ = std::make_shared<Context>(draft_, options);
   } catch (const Unsupported&) {
     if (!inherits_ || !target_->model()->on_gpu() || draft_->on_gpu()) throw;
     throw Unsupported(
         "the draft uses the token embedding or output head of its target, which are on a GPU; load it there "
-        "too "
-        "(n_gpu_layers=-1)");
+        "too (n_gpu_layers=-1)");
   }
 }
 
@@ -118,6 +137,13 @@ void SpeculativeContext::store(const Batch& batch, const Poll& poll) {
   context_->decode(batch, one_block ? &observer : nullptr, poll);
 }
 
+void SpeculativeContext::check_width(int32_t n_embd_out) const {
+  if (n_embd_out == draft_->n_embd()) return;
+  throw InvalidInput("the draft is " + number(draft_->n_embd()) + " wide, but " + draft_->arch() +
+                     ".embedding_length_out says that its states are " + number(n_embd_out) +
+                     "; the key must be left out or be the same");
+}
+
 void SpeculativeContext::check_layers(const std::vector<int32_t>& layers) const {
   const int32_t n = target_->model()->n_layer();
   for (const int32_t layer : layers) {
@@ -137,6 +163,7 @@ void SpeculativeContext::fit_features(const char* what) {
   target_slots_ = traits.target_layers;
   n_features_ = static_cast<int32_t>(target_slots_.size()) * width;
   n_state_ = draft_->n_embd();
+  check_width(traits.n_embd_out);
   if (traits.n_features != n_features_) {
     const auto n_layers = static_cast<int32_t>(std::max<size_t>(1, target_slots_.size()));
     throw InvalidInput("the " + std::string(what) + " draft takes " + number(traits.n_features) +
@@ -175,12 +202,11 @@ void SpeculativeContext::fit_features(const char* what) {
   }
 }
 
-void SpeculativeContext::fit_eagle3() { fit_features("EAGLE-3"); }
-
 void SpeculativeContext::fit_mtp() {
   const auto traits = internals::draft_traits(draft_->handle());
   const std::string arch = draft_->arch();
-  if (arch == "gemma4-assistant" && internals::draft_traits(target_->model()->handle()).n_embedding == 0) {
+  const auto blocks = draft_blocks(arch);
+  if (blocks.borrows_memory && internals::draft_traits(target_->model()->handle()).n_embedding == 0) {
     throw Unsupported("the draft uses the target's token embedding, which it does not have");
   }
   if (traits.n_mtp == 0) {
@@ -195,10 +221,11 @@ void SpeculativeContext::fit_mtp() {
                        "; the target's are " + number(width) + " wide");
   }
   const int32_t n = target_->model()->n_layer();
-  target_slots_ = {takes_pre_norm(arch) ? n : n + 1};
+  target_slots_ = {blocks.pre_norm ? n : n + 1};
   n_features_ = width;
   n_state_ = width;
-  shares_memory_ = arch == "gemma4-assistant";
+  shares_memory_ = blocks.borrows_memory;
+  if (!shares_memory_) check_width(traits.n_embd_out);
   n_heads_ = shares_memory_ ? 1 : traits.n_mtp;
 }
 
@@ -237,7 +264,10 @@ void SpeculativeContext::fit_dflash() {
   fit_features("DFlash");
   n_state_ = 0;
   const auto mask = draft_->vocab().mask();
-  if (!mask) throw InvalidInput("the DFlash file names no mask token (tokenizer.ggml.mask_token_id)");
+  if (!mask) {
+    throw InvalidInput(
+        "the DFlash file names no mask token of its vocabulary (tokenizer.ggml.mask_token_id)");
+  }
   draft_->vocab().check(*mask);
   block_.mask_token = *mask;
   block_.size = metadata_number(*draft_, "dflash.block_size", 16);
@@ -267,9 +297,13 @@ void SpeculativeContext::check_sequence(int32_t seq) const {
   }
 }
 
-void SpeculativeContext::encode(const float* features, int32_t n, float* states) {
+void SpeculativeContext::encode(const float* features, int32_t n, float* states, const Poll& poll) {
+  if (kind_ == DraftKind::dflash) {
+    throw Unsupported(
+        "DFlash files have no encoder: the draft takes the features themselves; use DFlashDrafter");
+  }
   if (kind_ == DraftKind::eagle3) {
-    context_->encode(features, n, states);
+    context_->encode(features, n, states, poll);
   } else {
     std::copy(features, features + static_cast<size_t>(n) * static_cast<size_t>(n_features_), states);
   }

@@ -65,17 +65,18 @@ class SpeculativeContext {
 
   /// [n, n_features] of the target to the states of pairs, [n, n_state]: the fusion of EAGLE-3; of MTP, the
   /// same values.
-  void encode(const float* features, int32_t n, float* states);
+  void encode(const float* features, int32_t n, float* states, const Poll& poll);
 
  private:
+  void make_context(const ContextOptions& options);
   void check_vocabulary() const;
   /// What files of one block on features have in common.
   void fit_features(const char* what);
-  void fit_eagle3();
   void fit_mtp();
   void fit_shared_memory(ContextOptions& options) const;
   void fit_dflash();
   void check_layers(const std::vector<int32_t>& layers) const;
+  void check_width(int32_t n_embd_out) const;
 
   DraftKind kind_;
   std::shared_ptr<Context> target_;
@@ -89,6 +90,22 @@ class SpeculativeContext {
   bool inherits_ = false;  // the target's token embedding or output head
   bool shares_memory_ = false;
   std::mutex mutex_;
+};
+
+/// Which of several MTP blocks a context computes; the first one again at the end.
+class HeadSelection {
+ public:
+  explicit HeadSelection(SpeculativeContext& spec) : spec_(spec) {}
+  ~HeadSelection() { select(0); }
+  HeadSelection(const HeadSelection&) = delete;
+  HeadSelection& operator=(const HeadSelection&) = delete;
+
+  void select(int32_t head) {
+    if (spec_.n_heads() > 1) spec_.context()->select_head(head);
+  }
+
+ private:
+  SpeculativeContext& spec_;
 };
 
 }  // namespace llamatap

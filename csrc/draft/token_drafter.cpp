@@ -9,8 +9,6 @@ namespace llamatap {
 
 namespace {
 
-// Entries that wait for a draft before they are decoded without one.
-constexpr size_t kMostWaiting = 512;
 // Above this, pairs are decoded on their own: some blocks compute logits for all that is beside an output.
 constexpr size_t kMostMixed = 64;
 
@@ -20,7 +18,6 @@ constexpr size_t kMostMixed = 64;
 struct TokenDrafter::Live {
   const DraftRequest* request;
   Draft* draft;
-  Sequence* sequence;
   int32_t limit;
   int32_t position;  // of the pair that comes next
   int32_t row = -1;  // of its last pair in the batch
@@ -37,19 +34,22 @@ TokenDrafter::TokenDrafter(std::shared_ptr<SpeculativeContext> spec, const Draft
   if (spec_->n_heads() > 1) settings_.n_max = std::min(settings_.n_max, spec_->n_heads());
 }
 
-/// Throws InvalidInput unless entries at `first` and on go on from what the sequence has.
-void TokenDrafter::check_start(const Sequence& sequence, int32_t seq, int32_t first) const {
-  const auto& rows = sequence.rows;
-  const int32_t next = rows.empty() ? 0 : rows.back().position + 1;
-  // The caller may have taken entries back that are still waiting.
-  const bool taken_back = !rows.empty() && first > rows.front().position && first < next;
-  if (first == next || taken_back) return;
-  throw InvalidInput("sequence " + std::to_string(seq) + " goes on at position " + std::to_string(next) +
-                     ", not " + std::to_string(first) +
-                     "; a drafter must process every batch of a sequence, from position 0, or be reset");
+/// The first position at which entries may be processed again: those before have been decoded.
+int32_t TokenDrafter::earliest(const Sequence& sequence) const {
+  if (sequence.rows.empty()) return 0;
+  const int32_t first = sequence.rows.front().position;
+  return offset_ == 0 && first == 0 ? 0 : first + 1;
 }
 
-void TokenDrafter::take(Sequence& sequence, Row row, bool first) {
+/// The tokens that can be drafted with a pair at `position`.
+int32_t TokenDrafter::room_after(int32_t position) const {
+  const auto& context = *spec_->context();
+  const int32_t limit = context.model()->position_limit();
+  if (spec_->shares_memory()) return limit - position;
+  return std::min(limit, static_cast<int32_t>(context.n_ctx_seq())) - position;
+}
+
+void TokenDrafter::take(Sequence& sequence, Row row) {
   auto& rows = sequence.rows;
   if (rows.empty() && offset_ == 1) {
     // Before the first token there is a state of zeros.
@@ -58,10 +58,9 @@ void TokenDrafter::take(Sequence& sequence, Row row, bool first) {
   } else if (!rows.empty()) {
     rows.resize(static_cast<size_t>(row.position - rows.front().position));
     // The draft has decoded this pair.
-    if (rows.size() == 1 && row.token == sequence.seed) rows.clear();
-    sequence.seed = -1;
+    if (rows.size() == 1 && row.token == sequence.paired) rows.clear();
+    sequence.paired = -1;
   }
-  if (first) sequence.batch_start = rows.size();
   rows.push_back(std::move(row));
 }
 
@@ -71,30 +70,35 @@ void TokenDrafter::process(const Batch& batch, const float* states, const Poll& 
   const auto entries = entries_by_sequence(batch);
   for (const auto& [seq, rows] : entries) {
     spec_->check_sequence(seq);
-    if (!sequences_[seq].lost) check_start(sequences_[seq], seq, batch.positions()[rows.front()]);
     check_contiguous(batch, rows);
+    const auto& sequence = sequences_[seq];
+    if (sequence.lost) continue;
+    sequence.progress.check_start(seq, batch.positions()[rows.front()], earliest(sequence));
   }
   for (const int32_t token : batch.tokens()) spec_->target()->model()->vocab().check(token);
   const int32_t n_vocab = spec_->n_vocab();
   const auto width = static_cast<size_t>(spec_->n_features());
   for (const auto& [seq, rows] : entries) {
     auto& sequence = sequences_[seq];
-    // Of a vocabulary with other padding: the draft cannot go on.
-    const auto unknown = [&](int32_t row) { return batch.tokens()[row] >= n_vocab; };
-    if (std::any_of(rows.begin(), rows.end(), unknown)) lose(seq, sequence);
-    const bool goes_on =
-        !sequence.rows.empty() && batch.positions()[rows.front()] == sequence.rows.back().position + 1;
-    if (goes_on && sequence.rows.size() > kMostWaiting) try_flush(seq, sequence, poll);
     if (sequence.lost) continue;
-    bool first = true;
+    const auto unusable = [&](int32_t row) {
+      // Of a vocabulary with other padding, or of a target that has gone wrong.
+      return batch.tokens()[row] >= n_vocab || !all_finite(states + static_cast<size_t>(row) * width, width);
+    };
+    if (std::any_of(rows.begin(), rows.end(), unusable)) lose(seq);
+    const int32_t first = batch.positions()[rows.front()];
+    if (first == sequence.progress.next && sequence.rows.size() > size_t{kMostWaiting}) {
+      try_flush({seq}, poll);
+    }
+    if (sequence.lost) continue;
+    sequence.progress.begin_batch(first, static_cast<int32_t>(rows.size()));
     for (const int32_t row : rows) {
       Row taken{batch.positions()[row], batch.tokens()[row], {}, spec_->kind() != DraftKind::eagle3};
       if (width > 0) {
         const float* values = states + static_cast<size_t>(row) * width;
         taken.state.assign(values, values + width);
       }
-      take(sequence, std::move(taken), first);
-      first = false;
+      take(sequence, std::move(taken));
     }
   }
 }
@@ -104,11 +108,8 @@ void TokenDrafter::accept(int32_t seq, int32_t n) {
   spec_->check_sequence(seq);
   auto& sequence = sequences_[seq];
   if (sequence.lost) return;
-  const size_t last = sequence.rows.size() - sequence.batch_start;
-  if (sequence.rows.empty() || n < 0 || static_cast<size_t>(n) >= last) {
-    throw_wrong_accept(seq, n, sequence.rows.empty() ? 0 : last);
-  }
-  sequence.rows.resize(sequence.batch_start + static_cast<size_t>(n) + 1);
+  sequence.progress.accept(seq, n);
+  sequence.rows.resize(static_cast<size_t>(sequence.progress.next - sequence.rows.front().position));
 }
 
 void TokenDrafter::reset(int32_t seq) {
@@ -119,10 +120,10 @@ void TokenDrafter::reset(int32_t seq) {
   if (!spec_->shares_memory()) spec_->context()->memory_remove(seq, -1, -1);
 }
 
-void TokenDrafter::encode(const std::vector<Sequence*>& sequences) {
+void TokenDrafter::encode(const std::vector<int32_t>& seqs, const Poll& poll) {
   std::vector<Row*> rows;
-  for (Sequence* sequence : sequences) {
-    for (Row& row : sequence->rows) {
+  for (const int32_t seq : seqs) {
+    for (Row& row : sequences_[seq].rows) {
       if (!row.encoded) rows.push_back(&row);
     }
   }
@@ -132,7 +133,7 @@ void TokenDrafter::encode(const std::vector<Sequence*>& sequences) {
   features.reserve(rows.size() * static_cast<size_t>(spec_->n_features()));
   for (const Row* row : rows) features.insert(features.end(), row->state.begin(), row->state.end());
   std::vector<float> states(rows.size() * n_state);
-  spec_->encode(features.data(), static_cast<int32_t>(rows.size()), states.data());
+  spec_->encode(features.data(), static_cast<int32_t>(rows.size()), states.data(), poll);
   for (size_t i = 0; i < rows.size(); ++i) {
     rows[i]->state.assign(states.data() + i * n_state, states.data() + (i + 1) * n_state);
     rows[i]->encoded = true;
@@ -152,63 +153,85 @@ void TokenDrafter::add(Batch& batch, int32_t token, const float* state, int32_t 
   }
 }
 
-/// Decodes the pairs of a sequence that are complete, without a draft.
-void TokenDrafter::flush(int32_t seq, Sequence& sequence, const Poll& poll) {
-  auto& rows = sequence.rows;
-  if (rows.size() < 2) return;
-  const size_t used = rows.size() - 1;
-  const auto forget = [&] {
-    rows.erase(rows.begin(), rows.end() - 1);
-    sequence.batch_start -= std::min(sequence.batch_start, used);
-    sequence.seed = -1;
-  };
-  if (spec_->shares_memory()) {
-    forget();
-    return;
-  }
-  encode({&sequence});
-  auto& context = *spec_->context();
-  Batch batch = empty_batch();
+/// The complete pairs of a sequence, as entries that are no outputs.
+void TokenDrafter::add_pairs(Batch& batch, int32_t seq) const {
+  const auto& rows = sequences_[seq].rows;
   for (size_t i = 0; i + 1 < rows.size(); ++i) {
     add(batch, rows[i + 1].token, rows[i].state.data(), rows[i].position + offset_, seq, false);
   }
-  for (int32_t head = 0; head < spec_->n_heads(); ++head) {
-    // The memory of each head is built over the same positions.
-    if (!take_back(seq, sequence)) break;
-    if (spec_->n_heads() > 1) context.select_head(head);
-    spec_->store(batch, poll);
-  }
-  if (spec_->n_heads() > 1) context.select_head(0);
-  if (!sequence.lost) forget();
 }
 
-void TokenDrafter::lose(int32_t seq, Sequence& sequence) {
-  sequence = Sequence();
-  sequence.lost = true;
+/// The complete pairs are in the memory: what is left is the last state.
+void TokenDrafter::forget(Sequence& sequence) {
+  auto& rows = sequence.rows;
+  rows.erase(rows.begin(), rows.end() - 1);
+  sequence.progress.batch_start = std::max(sequence.progress.batch_start, rows.front().position);
+}
+
+/// Decodes complete pairs without a draft. Sequences that go beyond what the memory can hold are lost.
+void TokenDrafter::flush(const std::vector<int32_t>& seqs, const Poll& poll) {
+  std::vector<int32_t> ready;
+  for (const int32_t seq : seqs) {
+    auto& sequence = sequences_[seq];
+    if (sequence.rows.size() < 2) continue;
+    if (spec_->shares_memory()) {
+      forget(sequence);
+    } else if (room_after(sequence.rows.end()[-2].position + offset_) < 1) {
+      lose(seq);
+    } else {
+      ready.push_back(seq);
+    }
+  }
+  if (ready.empty()) return;
+  encode(ready, poll);
+  HeadSelection selection(*spec_);
+  for (int32_t head = 0; head < spec_->n_heads(); ++head) {
+    // The memory of each head is built in the same places: the engine takes the first free ones.
+    ready.erase(std::remove_if(ready.begin(), ready.end(), [&](int32_t seq) { return !take_back(seq); }),
+                ready.end());
+    if (ready.empty()) return;
+    Batch batch = empty_batch();
+    for (const int32_t seq : ready) add_pairs(batch, seq);
+    selection.select(head);
+    spec_->store(batch, poll);
+  }
+  for (const int32_t seq : ready) forget(sequences_[seq]);
+}
+
+void TokenDrafter::lose(int32_t seq) {
+  sequences_[seq] = Sequence();
+  sequences_[seq].lost = true;
   if (!spec_->shares_memory()) spec_->context()->memory_remove(seq, -1, -1);
 }
 
-/// Takes what was drafted out of the memory. Where windows have lost what comes before it, the sequence is
-/// drafted for no more.
-bool TokenDrafter::take_back(int32_t seq, Sequence& sequence) {
+/// Takes what was drafted out of the memory. A sequence is lost where windows have lost what comes before it,
+/// or where somebody else has changed the memory. Returns whether it is there still.
+bool TokenDrafter::take_back(int32_t seq) {
   if (spec_->shares_memory()) return true;
+  auto& sequence = sequences_[seq];
+  auto& context = *spec_->context();
+  const int32_t end = sequence.rows.empty() ? 0 : sequence.rows.front().position + offset_;
+  sequence.paired = -1;
   try {
-    spec_->context()->memory_remove(seq, decoded(sequence), -1);
+    context.memory_remove(seq, end, -1);
+    if (context.memory_last(seq) != end - 1) lose(seq);
   } catch (const Unsupported&) {
-    lose(seq, sequence);
+    lose(seq);
   }
   return !sequence.lost;
 }
 
-/// The same; a sequence for which the memory has no room is drafted for no more. Returns whether there was.
-bool TokenDrafter::try_flush(int32_t seq, Sequence& sequence, const Poll& poll) {
+/// Flushes; sequences for which the memory has no room are lost.
+void TokenDrafter::try_flush(const std::vector<int32_t>& seqs, const Poll& poll) {
   try {
-    flush(seq, sequence, poll);
+    flush(seqs, poll);
   } catch (const ContextFull&) {
-    if (spec_->n_heads() > 1) spec_->context()->select_head(0);
-    lose(seq, sequence);
+    if (seqs.size() == 1) {
+      lose(seqs.front());
+    } else {
+      for (const int32_t seq : seqs) try_flush({seq}, poll);
+    }
   }
-  return !sequence.lost;
 }
 
 /// Takes the next token of a draft from the logits of its last pair. Returns whether the draft goes on.
@@ -217,7 +240,7 @@ bool TokenDrafter::take_choice(Live& one) {
   const auto& target_vocab = spec_->target()->model()->vocab();
   const Choice choice = choose(context.output_logits(one.row), spec_->n_vocab(), target_vocab.size(),
                                settings_, *one.request, one.draft->tokens.size());
-  if (choice.best < settings_.p_min) return false;
+  if (choice.token < 0 || choice.best < settings_.p_min) return false;
   append(*one.draft, choice);
   return static_cast<int32_t>(one.draft->tokens.size()) < one.limit &&
          !target_vocab.is_end_of_generation(choice.token);
@@ -253,72 +276,80 @@ void TokenDrafter::step(std::vector<Live>& live, const Poll& poll) {
   spec_->decode(batch, poll);
 }
 
+/// The first decode of drafts: pairs that wait, and each sequence's last token with the state before it.
+/// Where the memory is full, what was drafted for others goes first, then the longest sequences are lost.
+void TokenDrafter::start(std::vector<Live>& live, const Poll& poll) {
+  const auto leave_lost = [&] {
+    const auto is_lost = [&](const Live& one) { return sequences_[one.request->seq].lost; };
+    live.erase(std::remove_if(live.begin(), live.end(), is_lost), live.end());
+  };
+  for (bool full = false;; full = true) {
+    for (const Live& one : live) take_back(one.request->seq);
+    leave_lost();
+    if (live.empty()) return;
+    Batch batch = empty_batch();
+    for (Live& one : live) {
+      const auto& last = sequences_[one.request->seq].rows.back();
+      add_pairs(batch, one.request->seq);
+      add(batch, one.request->last_token, last.state.data(), one.position, one.request->seq, true);
+      if (spec_->n_heads() > 1) one.states = last.state;
+      one.row = batch.size() - 1;
+    }
+    try {
+      spec_->decode(batch, poll);
+      return;
+    } catch (const ContextFull&) {
+      if (!full) {
+        for (int32_t seq = 0; seq < static_cast<int32_t>(sequences_.size()); ++seq) {
+          if (!sequences_[seq].rows.empty()) take_back(seq);
+        }
+      } else {
+        const auto longest = std::max_element(
+            live.begin(), live.end(), [](const Live& a, const Live& b) { return a.position < b.position; });
+        lose(longest->request->seq);
+      }
+    }
+  }
+}
+
 std::vector<Draft> TokenDrafter::draft(const std::vector<DraftRequest>& requests, const Poll& poll) {
   const auto held = lock();
   const auto use = spec_->hold();
-  auto& context = *spec_->context();
   const bool chained = spec_->n_heads() > 1;
+  const bool shared = spec_->shares_memory();
   std::vector<Draft> drafts(requests.size());
   std::vector<Live> live;
-  std::vector<Sequence*> drafting;
+  std::vector<int32_t> seqs;
   size_t n_pairs = 0;
+  check_requests(requests);
   for (size_t i = 0; i < requests.size(); ++i) {
     const auto& request = requests[i];
     spec_->check_sequence(request.seq);
-    auto& sequence = sequences_[request.seq];
-    if (std::find(drafting.begin(), drafting.end(), &sequence) != drafting.end()) {
-      throw InvalidInput("sequence " + std::to_string(request.seq) + " is asked for twice");
-    }
     spec_->target()->model()->vocab().check(request.last_token);
-    if (request.last_token >= spec_->n_vocab()) lose(request.seq, sequence);
+    if (request.last_token >= spec_->n_vocab()) lose(request.seq);
+    auto& sequence = sequences_[request.seq];
     if (sequence.lost) continue;
-    const int32_t next = sequence.rows.empty() ? 0 : sequence.rows.back().position + 1;
-    if (request.position != next || next == 0) {
-      throw_wrong_position(request, next);
-    }
+    check_position(request, sequence.progress);
     const int32_t position = sequence.rows.back().position + offset_;
-    const int32_t room =
-        spec_->shares_memory() ? request.n_max : static_cast<int32_t>(context.n_ctx_seq()) - position;
-    const int32_t limit = std::min({settings_.n_max, request.n_max, room});
+    const int32_t limit = std::min({settings_.n_max, request.n_max, room_after(position)});
     if (limit < 1 || limit < settings_.n_min) continue;
-    live.push_back(Live{&request, &drafts[i], &sequence, limit, position, -1, true, {}});
-    drafting.push_back(&sequence);
+    live.push_back(Live{&request, &drafts[i], limit, position, -1, true, {}});
+    seqs.push_back(request.seq);
     n_pairs += sequence.rows.size() - 1;
   }
   if (live.empty()) return drafts;
-  encode(drafting);
-  const bool shared = spec_->shares_memory();
-  if (chained || shared || n_pairs > kMostMixed) {
-    for (Live& one : live) one.going = try_flush(one.request->seq, *one.sequence, poll);
-    live.erase(std::remove_if(live.begin(), live.end(), [](const Live& one) { return !one.going; }),
-               live.end());
-    if (live.empty()) return drafts;
-  }
-  for (Live& one : live) one.going = take_back(one.request->seq, *one.sequence);
-  live.erase(std::remove_if(live.begin(), live.end(), [](const Live& one) { return !one.going; }),
-             live.end());
-  if (live.empty()) return drafts;
-  Batch batch = empty_batch();
+  encode(seqs, poll);
+  if (chained || shared || n_pairs > kMostMixed) try_flush(seqs, poll);
+  HeadSelection selection(*spec_);
+  start(live, poll);
   for (Live& one : live) {
-    const int32_t seq = one.request->seq;
-    const auto& rows = one.sequence->rows;
-    for (size_t i = 0; i + 1 < rows.size(); ++i) {
-      add(batch, rows[i + 1].token, rows[i].state.data(), rows[i].position + offset_, seq, false);
-    }
-    add(batch, one.request->last_token, rows.back().state.data(), one.position, seq, true);
-    if (chained) one.states = rows.back().state;
-    one.row = batch.size() - 1;
+    auto& sequence = sequences_[one.request->seq];
+    forget(sequence);
+    if (chained || shared) continue;
+    sequence.paired = one.request->last_token;
+    ++one.position;
   }
   try {
-    spec_->decode(batch, poll);
-    for (Live& one : live) {
-      auto& rows = one.sequence->rows;
-      rows.erase(rows.begin(), rows.end() - 1);
-      one.sequence->batch_start = 0;
-      const bool keeps = !chained && !shared;
-      one.sequence->seed = keeps ? one.request->last_token : -1;
-      if (keeps) ++one.position;
-    }
     for (int32_t head = 1;; ++head) {
       bool any = false;
       for (Live& one : live) {
@@ -326,16 +357,12 @@ std::vector<Draft> TokenDrafter::draft(const std::vector<DraftRequest>& requests
         any = any || one.going;
       }
       if (!any) break;
-      if (chained) context.select_head(head);
+      selection.select(head);
       step(live, poll);
     }
   } catch (const ContextFull&) {
     // What is there so far is a draft too.
-  } catch (...) {
-    if (chained) context.select_head(0);
-    throw;
   }
-  if (chained) context.select_head(0);
   drop_short(drafts, settings_);
   return drafts;
 }

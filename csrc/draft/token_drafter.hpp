@@ -20,6 +20,7 @@ class TokenDrafter : public Drafter {
  public:
   TokenDrafter(std::shared_ptr<SpeculativeContext> spec, const DraftSettings& settings);
 
+  int32_t n_features() const override { return spec_->n_features(); }
   void process(const Batch& batch, const float* states, const Poll& poll) override;
   std::vector<Draft> draft(const std::vector<DraftRequest>& requests, const Poll& poll) override;
   void accept(int32_t seq, int32_t n) override;
@@ -33,22 +34,27 @@ class TokenDrafter : public Drafter {
     bool encoded;
   };
   struct Sequence {
+    Progress progress;
     /// Entries of the target whose states were not used yet; the first one is the oldest.
     std::vector<Row> rows;
-    size_t batch_start = 0;  // the first of the last batch
-    bool lost = false;       // there was no room for it, or it holds a token that the draft does not know
-    int32_t seed = -1;       // the token that the first row's state was last paired with, in a draft
+    int32_t paired = -1;  // the token that the first row's state is paired with in the memory, by a draft
+    /// Drafted for no more, until it is reset: there was no room for it, windows have lost what comes before
+    /// it, it holds a token that the draft does not know, or states that are no numbers.
+    bool lost = false;
   };
   struct Live;
 
-  int32_t decoded(const Sequence& sequence) const { return sequence.rows.front().position + offset_; }
-  void check_start(const Sequence& sequence, int32_t seq, int32_t first) const;
-  void take(Sequence& sequence, Row row, bool first);
-  void encode(const std::vector<Sequence*>& sequences);
-  void flush(int32_t seq, Sequence& sequence, const Poll& poll);
-  void lose(int32_t seq, Sequence& sequence);
-  bool take_back(int32_t seq, Sequence& sequence);
-  bool try_flush(int32_t seq, Sequence& sequence, const Poll& poll);
+  int32_t earliest(const Sequence& sequence) const;
+  int32_t room_after(int32_t position) const;
+  void take(Sequence& sequence, Row row);
+  void encode(const std::vector<int32_t>& seqs, const Poll& poll);
+  void flush(const std::vector<int32_t>& seqs, const Poll& poll);
+  void forget(Sequence& sequence);
+  void lose(int32_t seq);
+  bool take_back(int32_t seq);
+  void try_flush(const std::vector<int32_t>& seqs, const Poll& poll);
+  void add_pairs(Batch& batch, int32_t seq) const;
+  void start(std::vector<Live>& live, const Poll& poll);
   Batch empty_batch() const;
   void add(Batch& batch, int32_t token, const float* state, int32_t position, int32_t seq, bool output) const;
   void step(std::vector<Live>& live, const Poll& poll);

@@ -1,6 +1,7 @@
 #include "draft/verify.hpp"
 
 #include <algorithm>
+#include <cmath>
 
 #include "draft/distribution.hpp"
 #include "engine/error.hpp"
@@ -9,9 +10,32 @@ namespace llamatap {
 
 namespace {
 
+// By how much the sum of float32 probabilities may miss 1.
+constexpr double kMostRounding = 1e-3;
+
 bool ends(const Context& context, const Stops& stops, int32_t token) {
   if (stops.end_of_generation && context.model()->vocab().is_end_of_generation(token)) return true;
   return std::find(stops.tokens.begin(), stops.tokens.end(), token) != stops.tokens.end();
+}
+
+/// Throws InvalidInput unless the token can have been drawn from these probabilities.
+void check_distribution(const float* probs, int32_t n_vocab, int32_t token) {
+  double sum = 0;
+  bool good = true;
+  for (int32_t v = 0; v < n_vocab; ++v) {
+    good = good && probs[v] >= 0;
+    sum += double{probs[v]};
+  }
+  if (!good || !(std::abs(sum - 1) <= kMostRounding)) {
+    throw InvalidInput(
+        "the distribution that the drafted token " + std::to_string(token) +
+        " was drawn from must hold probabilities, which are 0 or more and add up to 1, not to " +
+        std::to_string(sum));
+  }
+  if (token < 0 || token >= n_vocab || !(probs[token] > 0)) {
+    throw InvalidInput("the drafted token " + std::to_string(token) +
+                       " has no probability in the distribution that it was drawn from");
+  }
 }
 
 }  // namespace
@@ -39,6 +63,7 @@ Verified verify_by_rejection(const Context& context, Sampler& sampler, int32_t f
   const int32_t n_vocab = context.model()->vocab().size();
   Verified result;
   std::vector<float> p(static_cast<size_t>(n_vocab));
+  std::vector<float> rest(static_cast<size_t>(n_vocab));
   for (size_t i = 0; i <= draft.size(); ++i) {
     const int32_t row = first_row + static_cast<int32_t>(i);
     sampler.distribution(context.output_logits(row), n_vocab, p.data());
@@ -47,13 +72,12 @@ Verified verify_by_rejection(const Context& context, Sampler& sampler, int32_t f
     if (i < draft.size()) {
       const float* q = distributions + i * static_cast<size_t>(n_vocab);
       token = draft[i];
-      if (token < 0 || token >= n_vocab || !(q[token] > 0)) {
-        throw InvalidInput("the drafted token " + std::to_string(token) +
-                           " has no probability in the distribution that it was drawn from");
-      }
+      check_distribution(q, n_vocab, token);
       accepted = sampler.uniform() * double{q[token]} < double{p[token]};
       if (!accepted) {
-        for (int32_t v = 0; v < n_vocab; ++v) p[v] = std::max(0.0F, p[v] - q[v]);
+        for (int32_t v = 0; v < n_vocab; ++v) rest[v] = std::max(0.0F, p[v] - q[v]);
+        // None is left where p is q but for rounding.
+        if (std::any_of(rest.begin(), rest.end(), [](float one) { return one > 0; })) p.swap(rest);
       }
     }
     if (!accepted) token = draw(p.data(), n_vocab, sampler.uniform());

@@ -69,6 +69,7 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
 
   // The engine makes room for an output of each sequence in every call.
   options_.n_batch = std::max(options.n_batch, options.n_seq_max);
+  options_.n_ubatch = std::min(options.n_ubatch, options_.n_batch);
   const uint32_t n_ctx_train = static_cast<uint32_t>(model_->n_ctx_train());
   options_.n_ctx = std::max(options.n_ctx == 0 ? n_ctx_train : options.n_ctx, options.n_seq_max);
   if (!model_->is_recurrent() && options_.n_ctx * kCellBytes > machine_memory()) {
@@ -85,14 +86,16 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
   }
   // Recurrent layers are computed in equal shares of a ubatch; some graphs abort when they do not come out.
   if (recurrent_) {
-    options_.n_ubatch = std::max(options.n_seq_max, options.n_ubatch - options.n_ubatch % options.n_seq_max);
+    options_.n_ubatch =
+        std::max(options.n_seq_max, options_.n_ubatch - options_.n_ubatch % options.n_seq_max);
   }
 
   if (options.n_rs_seq > 0 && options.n_rs_seq + 2 > options_.n_ubatch) {
     const uint32_t share = std::max(1U, options.n_seq_max);
-    throw InvalidInput("n_ubatch must be at least n_rs_seq + 2, and a multiple of n_seq_max: at least " +
-                       std::to_string((options.n_rs_seq + 2 + share - 1) / share * share) + ", not " +
-                       std::to_string(options.n_ubatch));
+    throw InvalidInput(
+        "n_ubatch and n_batch must be at least n_rs_seq + 2, and a multiple of n_seq_max: at least " +
+        std::to_string((options.n_rs_seq + 2 + share - 1) / share * share) + ", not " +
+        std::to_string(options.n_ubatch) + " and " + std::to_string(options.n_batch));
   }
 
   auto params = llama_context_default_params();

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -129,13 +130,15 @@ class Context {
 
   // Of contexts that draft.
   bool drafts() const { return options_.target != nullptr; }
+  /// Whether its blocks attend to the target's memory, which is changed through the target alone.
+  bool borrows_memory() const;
   /// Width of the states in pairs, and of those that come out.
   int32_t state_width() const;
   /// The state that the block gives for an output of the last batch: state_width() values, until the next
   /// call.
   const float* next_state(int32_t row) const;
   /// Fuses features of the target, [n, n_features], into states, [n, state_width()].
-  void encode(const float* features, int32_t n, float* states);
+  void encode(const float* features, int32_t n, float* states, const Poll& poll);
   /// Of several MTP blocks, the one that the next decodes compute.
   void select_head(int32_t head);
 
@@ -144,6 +147,9 @@ class Context {
 
   /// How many nodes the last decode came by: an early end shows in it.
   int64_t nodes_seen() const { return nodes_seen_; }
+
+  /// Whether no sequence has tokens in memory; to be asked while it is held.
+  bool is_empty() const;
 
   // Memory. Positions are half-open ranges [p0, p1); -1 stands for "from the start" and "to the end".
   void memory_clear();
@@ -168,6 +174,9 @@ class Context {
     int32_t index;  // of the entry in the last engine call, or of the row in kept_logits_
   };
 
+  /// Runs `work`; when it is long enough, so that `poll` can end it: then it throws Interrupted.
+  void interruptible(int32_t n_rows, const Poll& poll, const std::function<void()>& work);
+  void run_encode(const float* features, int32_t n, float* states);
   void compute(const Batch& batch, DecodeObserver* observer, bool memory_is_scratch, const Poll& poll);
   void validate(const Batch& batch) const;
   void check_drafting(const Batch& batch) const;
@@ -187,6 +196,8 @@ class Context {
                  const std::vector<std::vector<int32_t>>& ubatches);
   /// Throws Unsupported when the model keeps none.
   llama_memory_i* engine_memory() const;
+  /// Throws Unsupported also when it is another context's.
+  llama_memory_i* own_memory() const;
   void check_sequence(int32_t seq) const;
   bool can_remove_suffix(int32_t seq, int32_t p0) const;
   void drop(int32_t seq);

@@ -83,11 +83,8 @@ void Context::decode(const Batch& batch, DecodeObserver* observer, const Poll& p
 
 void Context::decode_scratch(const Batch& batch, DecodeObserver& observer, const Poll& poll) {
   const Use use = hold();
-  for (int32_t seq = 0; has_memory() && seq < static_cast<int32_t>(options_.n_seq_max); ++seq) {
-    if (llama_memory_seq_pos_max(llama_get_memory(context_.get()), seq) >= 0) {
-      throw InvalidInput(
-          "the context holds tokens; extraction needs an empty one (memory.clear() empties it)");
-    }
+  if (!is_empty()) {
+    throw InvalidInput("the context holds tokens; extraction needs an empty one (memory.clear() empties it)");
   }
   struct Clear {
     Context& context;
@@ -110,22 +107,26 @@ void Context::compute(const Batch& batch, DecodeObserver* observer, bool memory_
   logit_rows_.assign(static_cast<size_t>(batch.size()), LogitRow{false, -1});
   kept_logits_.clear();
   kept_states_.clear();
-  if (poll && batch.size() >= kWatchedRows) {
-    run_polling(
-        [&](std::atomic<bool>& stop) {
-          interrupt_ = &stop;
-          try {
-            run(batch, pieces, observer);
-          } catch (...) {
-            interrupt_ = nullptr;
-            throw;
-          }
-          interrupt_ = nullptr;
-        },
-        poll);
-  } else {
-    run(batch, pieces, observer);
+  interruptible(batch.size(), poll, [&] { run(batch, pieces, observer); });
+}
+
+void Context::interruptible(int32_t n_rows, const Poll& poll, const std::function<void()>& work) {
+  if (!poll || n_rows < kWatchedRows) {
+    work();
+    return;
   }
+  run_polling(
+      [&](std::atomic<bool>& stop) {
+        interrupt_ = &stop;
+        try {
+          work();
+        } catch (...) {
+          interrupt_ = nullptr;
+          throw;
+        }
+        interrupt_ = nullptr;
+      },
+      poll);
 }
 
 void Context::run(const Batch& batch, std::vector<Piece>& pieces, DecodeObserver* observer) {
@@ -200,7 +201,7 @@ void Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, Dec
   if (status == -1) throw InvalidInput("the engine refuses the batch: " + log.text());
   if (status != 0)
     throw EngineFailed("decode failed with status " + std::to_string(status) + ": " + log.text());
-  note_held(batch, given, ubatches);
+  if (!borrows_memory()) note_held(batch, given, ubatches);
   for (const int32_t layer : hooks) observer->hooked(layer, internals::hooked_rows(context_.get(), layer));
   if (observer != nullptr) observer->end();
   if (piece.may_stop) return;
@@ -311,7 +312,7 @@ const float* Context::output_logits(int32_t row) const {
 }
 
 void Context::roll_back(const std::vector<int32_t>& sequences, const std::vector<int32_t>& last) {
-  if (!has_memory()) return;
+  if (!has_memory() || borrows_memory()) return;
   auto* memory = llama_get_memory(context_.get());
   for (size_t i = 0; i < sequences.size(); ++i) {
     if (llama_memory_seq_pos_max(memory, sequences[i]) == last[i]) continue;

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "engine/context.hpp"
+#include "engine/draft_blocks.hpp"
 #include "engine/error.hpp"
 #include "engine/internals.hpp"
 #include "engine/log.hpp"
@@ -23,13 +24,11 @@ int32_t Context::state_width() const {
 }
 
 bool Context::computes_all_rows() const {
-  if (!drafts()) return false;
-  // The blocks that are cropped to outputs before their state is taken. EAGLE-3 and DFlash crop nothing, and
-  // the other MTP blocks their logits alone.
-  const std::string arch = model_->arch();
-  return arch != "mimo2" && arch != "step35" && arch != "qwen3next" && arch != "nemotron_h_moe" &&
-         arch != "gemma4-assistant";
+  // EAGLE-3 and DFlash crop nothing, and most MTP blocks their logits alone.
+  return drafts() && !draft_blocks(model_->arch()).crops_states;
 }
+
+bool Context::borrows_memory() const { return options_.mtp && draft_blocks(model_->arch()).borrows_memory; }
 
 void Context::check_drafting(const Batch& batch) const {
   const auto expect = [&](const std::string& what, int32_t width) {
@@ -60,8 +59,12 @@ const float* Context::next_state(int32_t row) const {
 
 void Context::select_head(int32_t head) { internals::select_mtp_block(context_.get(), head); }
 
-void Context::encode(const float* features, int32_t n, float* states) {
+void Context::encode(const float* features, int32_t n, float* states, const Poll& poll) {
   const Use use = hold();
+  interruptible(n, poll, [&] { run_encode(features, n, states); });
+}
+
+void Context::run_encode(const float* features, int32_t n, float* states) {
   const auto n_features = static_cast<size_t>(internals::feature_width(model_->handle()));
   const auto width = static_cast<size_t>(model_->n_embd());
   const size_t fits = kEncodeLogits / static_cast<size_t>(model_->vocab().size());
@@ -85,9 +88,10 @@ void Context::encode(const float* features, int32_t n, float* states) {
     batch.n_seq_id = n_sequences.data();
     batch.seq_id = sequences.data();
     batch.logits = flags.data();
-    watch({}, true);
+    const bool nodes = !model_->on_gpu();
+    watch({}, nodes);
     const LogScope log;
-    const int32_t status = call_engine(batch, /*encode=*/true, /*nodes=*/true);
+    const int32_t status = call_engine(batch, /*encode=*/true, nodes);
     if (interrupted() || status == 2) throw Interrupted();
     if (status != 0) {
       throw EngineFailed("encode failed with status " + std::to_string(status) + ": " + log.text());

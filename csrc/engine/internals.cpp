@@ -45,20 +45,24 @@ struct ReachHeads {
 };
 template struct ReachHeads<&llama_kv_cache::v_heads>;
 
+/// The caches of keys and values that a memory is made of.
+std::vector<llama_kv_cache*> caches_of(llama_memory_i* memory) {
+  if (auto* both = dynamic_cast<llama_memory_hybrid*>(memory)) memory = both->get_mem_attn();
+  if (auto* both = dynamic_cast<llama_memory_hybrid_iswa*>(memory)) memory = both->get_mem_attn();
+  if (auto* windows = dynamic_cast<llama_kv_cache_iswa*>(memory)) {
+    return {windows->get_base(), windows->get_swa()};
+  }
+  if (auto* cache = dynamic_cast<llama_kv_cache*>(memory)) return {cache};
+  return {};
+}
+
 /// Where a memory looks for free places next. Planning a batch of sequences that have places of their own
 /// leaves that of one sequence with another one, and with sliding windows tokens are then overwritten too
 /// early.
 class SearchHeads {
  public:
   explicit SearchHeads(llama_memory_i* memory) {
-    if (auto* both = dynamic_cast<llama_memory_hybrid*>(memory)) memory = both->get_mem_attn();
-    if (auto* both = dynamic_cast<llama_memory_hybrid_iswa*>(memory)) memory = both->get_mem_attn();
-    if (auto* windows = dynamic_cast<llama_kv_cache_iswa*>(memory)) {
-      keep(windows->get_base());
-      keep(windows->get_swa());
-    } else if (auto* cache = dynamic_cast<llama_kv_cache*>(memory)) {
-      keep(cache);
-    }
+    for (auto* cache : caches_of(memory)) kept_.emplace_back(cache, search_heads(*cache));
   }
   ~SearchHeads() {
     for (auto& [cache, heads] : kept_) search_heads(*cache) = heads;
@@ -67,8 +71,6 @@ class SearchHeads {
   SearchHeads& operator=(const SearchHeads&) = delete;
 
  private:
-  void keep(llama_kv_cache* cache) { kept_.emplace_back(cache, search_heads(*cache)); }
-
   std::vector<std::pair<llama_kv_cache*, std::vector<uint32_t>>> kept_;
 };
 
@@ -119,18 +121,27 @@ int32_t position_limit(const llama_model* model) {
 
 bool has_experts(const llama_model* model) { return model->hparams.n_expert > 0; }
 
-bool can_shift(const llama_model* model) {
+bool can_shift(const llama_context* context) {
   // A learned position is in the residual stream that keys and values were made of.
-  if (model->pos_embd != nullptr) return false;
+  if (context->get_model().pos_embd != nullptr) return false;
+  const auto caches = caches_of(context->get_memory());
+  return std::all_of(caches.begin(), caches.end(), [](const llama_kv_cache* cache) {
+    const auto bytes = cache->memory_breakdown();
+    return std::any_of(bytes.begin(), bytes.end(), [](const auto& of_type) { return of_type.second > 0; });
+  });
+}
+
+std::string rotation_problem(const llama_model* model) {
   const auto& hparams = model->hparams;
-  if (llama_model_is_recurrent(model)) return true;
-  bool sliding = false;
-  bool full = false;
-  for (uint32_t layer = 0; layer < hparams.n_layer(); ++layer) {
-    if (hparams.is_recr(layer) || !hparams.has_kv(layer)) continue;
-    (hparams.is_swa(layer) ? sliding : full) = true;
+  if (llama_model_rope_type(model) == LLAMA_ROPE_TYPE_NONE) return {};
+  for (uint32_t layer = 0; layer < hparams.n_layer() + hparams.n_layer_nextn; ++layer) {
+    const uint32_t n = hparams.n_rot(layer);
+    const uint32_t width = hparams.n_embd_head_k(layer);
+    if (n > 0 && n % 2 == 0 && n <= width) continue;
+    return "rope.dimension_count must be an even number in 2.." + std::to_string(width) +
+           ", the width of a head of layer " + std::to_string(layer) + ", not " + std::to_string(n);
   }
-  return hparams.swa_type == LLAMA_SWA_TYPE_NONE ? sliding || full : sliding && full;
+  return {};
 }
 
 int32_t n_splits(const llama_context* context) {

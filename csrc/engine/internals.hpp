@@ -26,7 +26,11 @@ int32_t position_limit(const llama_model* model);
 bool has_experts(const llama_model* model);
 
 /// Whether each cache of the memory has layers: of one without, moving positions ends the process.
-bool can_shift(const llama_model* model);
+bool can_shift(const llama_context* context);
+
+/// What is wrong with how many values of a head are rotated; empty when nothing is. The engine would abort in
+/// the middle of a decode, or never end it.
+std::string rotation_problem(const llama_model* model);
 
 /// In how many parts, each on one back end, the scheduler computes the current graph.
 int32_t n_splits(const llama_context* context);

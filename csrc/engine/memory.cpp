@@ -51,6 +51,21 @@ llama_memory_i* Context::engine_memory() const {
   return llama_get_memory(context_.get());
 }
 
+llama_memory_i* Context::own_memory() const {
+  if (borrows_memory()) {
+    throw Unsupported("the blocks of " + model_->arch() +
+                      " attend to the target's memory and have none of their own; change the target's");
+  }
+  return engine_memory();
+}
+
+bool Context::is_empty() const {
+  for (int32_t seq = 0; has_memory() && seq < static_cast<int32_t>(options_.n_seq_max); ++seq) {
+    if (llama_memory_seq_pos_max(llama_get_memory(context_.get()), seq) >= 0) return false;
+  }
+  return true;
+}
+
 void Context::drop(int32_t seq) {
   llama_memory_seq_rm(llama_get_memory(context_.get()), seq, -1, -1);
   held_[seq] = {};
@@ -63,7 +78,9 @@ void Context::drop(int32_t seq) {
 
 void Context::memory_clear() {
   const Use use = hold();
-  if (has_memory()) clear_memory(/*data=*/true);
+  if (!has_memory()) return;
+  own_memory();
+  clear_memory(/*data=*/true);
 }
 
 void Context::clear_memory(bool data) {
@@ -77,7 +94,7 @@ void Context::memory_remove(int32_t seq, int32_t p0, int32_t p1) {
   const Use use = hold();
   check_sequence(seq);
   check_range(p0, p1);
-  auto* memory = engine_memory();
+  auto* memory = own_memory();
   auto& held = held_[seq];
   const auto range = range_of(p0, p1);
   if (!held.overlaps(range)) return;
@@ -116,7 +133,7 @@ void Context::memory_copy(int32_t from, int32_t to, int32_t p0, int32_t p1) {
   check_sequence(from);
   check_sequence(to);
   check_range(p0, p1);
-  auto* memory = engine_memory();
+  auto* memory = own_memory();
   const auto range = range_of(p0, p1);
   if (from == to || range.begin == range.end) return;
   const auto part = held_[from].within(range);
@@ -141,7 +158,7 @@ void Context::memory_copy(int32_t from, int32_t to, int32_t p0, int32_t p1) {
 void Context::memory_keep(int32_t seq) {
   const Use use = hold();
   check_sequence(seq);
-  engine_memory();
+  own_memory();
   // The engine's own seq_keep leaves the streams of a cache that is not unified alone.
   for (int32_t other = 0; other < static_cast<int32_t>(options_.n_seq_max); ++other) {
     if (other != seq) drop(other);
@@ -152,8 +169,8 @@ void Context::memory_shift(int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
   const Use use = hold();
   check_sequence(seq);
   check_range(p0, p1);
-  auto* memory = engine_memory();
-  if (!llama_memory_can_shift(memory) || !internals::can_shift(model_->handle())) {
+  auto* memory = own_memory();
+  if (!llama_memory_can_shift(memory) || !internals::can_shift(context_.get())) {
     throw Unsupported("the memory of " + model_->arch() + " cannot move positions");
   }
   auto& held = held_[seq];
@@ -196,7 +213,7 @@ int32_t Context::memory_last(int32_t seq) const {
 std::string Context::save(int32_t seq) const {
   const Use use = hold();
   check_sequence(seq);
-  engine_memory();
+  own_memory();
   std::string state(llama_state_seq_get_size(context_.get(), seq), '\0');
   const size_t written =
       llama_state_seq_get_data(context_.get(), reinterpret_cast<uint8_t*>(state.data()), state.size(), seq);
@@ -210,7 +227,7 @@ void Context::restore(int32_t seq, const std::string& state) {
   const bool held = memory_last(seq) >= 0;
   const std::string before = held ? save(seq) : std::string();
   const Use use = hold();
-  auto* memory = engine_memory();
+  auto* memory = own_memory();
   std::string reason;
   const auto load = [&](const std::string& bytes) {
     const LogScope log;
@@ -234,6 +251,8 @@ void Context::restore(int32_t seq, const std::string& state) {
     held_[seq].add({first, int64_t{llama_memory_seq_pos_max(memory, seq)} + 1});
     rewindable_[seq] = 0;
   };
+  // The state of an empty sequence would leave what is there.
+  if (held) llama_memory_seq_rm(memory, seq, -1, -1);
   if (load(state)) {
     found();
     return;

@@ -100,6 +100,10 @@ std::shared_ptr<Model> Model::load(const std::string& path, const ModelOptions& 
       [&] { return progress && progress(state.fraction); });
   if (stopped) throw Interrupted();
   if (!model) throw ModelLoadFailed("cannot load " + path + ": " + reason);
+  if (const auto problem = internals::rotation_problem(model.get());
+      !options.vocab_only && !problem.empty()) {
+    throw ModelLoadFailed("cannot load " + path + ": " + problem);
+  }
   if (progress) progress(1.0F);
   // The constructor is private.
   const bool blocks_alone = internals::draft_traits(model.get()).n_mtp > 0 &&

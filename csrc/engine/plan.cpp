@@ -30,37 +30,37 @@ void Context::validate(const Batch& batch) const {
   std::vector<std::vector<int32_t>> positions(options_.n_seq_max);
   std::set<int32_t> used;
   for (int32_t row = 0; row < n; ++row) {
-    const auto where = "entry " + std::to_string(row) + ": ";
+    const auto where = [row] { return "entry " + std::to_string(row) + ": "; };
     if (batch.has_tokens()) {
       const int32_t token = batch.tokens()[row];
       if (token < 0 || token >= model_->vocab().size()) {
-        throw InvalidInput(where + "token id " + std::to_string(token) + " is outside of the vocabulary of " +
-                           std::to_string(model_->vocab().size()));
+        throw InvalidInput(where() + "token id " + std::to_string(token) +
+                           " is outside of the vocabulary of " + std::to_string(model_->vocab().size()));
       }
     }
     const int32_t position = batch.positions()[row];
-    if (position < 0) throw InvalidInput(where + "position " + std::to_string(position) + " is negative");
+    if (position < 0) throw InvalidInput(where() + "position " + std::to_string(position) + " is negative");
     if (position >= model_->position_limit()) {
-      throw InvalidInput(where + "position " + std::to_string(position) + " is beyond the " +
+      throw InvalidInput(where() + "position " + std::to_string(position) + " is beyond the " +
                          std::to_string(model_->position_limit()) + " that the model has");
     }
     const auto& sequences = batch.sequences()[row];
-    if (sequences.empty()) throw InvalidInput(where + "it belongs to no sequence");
+    if (sequences.empty()) throw InvalidInput(where() + "it belongs to no sequence");
     if (sequences.size() > 1 && !shares_entries()) {
-      throw InvalidInput(where +
+      throw InvalidInput(where() +
                          "it belongs to several sequences, which takes kv_unified=True and a model with " +
                          "attention; add it once for each");
     }
     for (const int32_t seq : sequences) {
       if (seq < 0 || seq >= static_cast<int32_t>(options_.n_seq_max)) {
-        throw InvalidInput(where + "sequence id " + std::to_string(seq) + " is not in 0.." +
+        throw InvalidInput(where() + "sequence id " + std::to_string(seq) + " is not in 0.." +
                            std::to_string(options_.n_seq_max - 1) + " (n_seq_max of the context)");
       }
       positions[seq].push_back(position);
       used.insert(seq);
     }
     if (sequences.size() > 1 && !options_.kv_unified) {
-      throw InvalidInput(where + "it belongs to several sequences; that needs kv_unified=True");
+      throw InvalidInput(where() + "it belongs to several sequences; that needs kv_unified=True");
     }
   }
   if (at_once()) {

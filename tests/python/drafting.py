@@ -262,16 +262,23 @@ def assert_drafted(draft: lt.Draft | None, oracle: Oracle, text: Sequence[int], 
 
 
 def rewritten(
-    source: Path, target: Path, change: Callable[[dict[str, NDArray[Any]]], object], *left_out: str
+    source: Path,
+    target: Path,
+    change: Callable[[dict[str, NDArray[Any]]], object] = lambda tensors: None,
+    *left_out: str,
+    keys: Mapping[str, int] | None = None,
 ) -> Path:
     """A copy of a file of float32 with other tensors.
 
     :param change: is given the tensors by name, to change them.
     :param left_out: what the names of keys begin with that are left out.
+    :param keys: others in their place.
     """
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
-    copy_keys(reader, writer, left_out)
+    copy_keys(reader, writer, (*left_out, *(keys or {})))
+    for key, value in (keys or {}).items():
+        writer.add_uint32(key, value)
     tensors = {tensor.name: np.array(tensor.data) for tensor in reader.tensors}
     change(tensors)
     for name, values in tensors.items():

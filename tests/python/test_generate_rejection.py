@@ -305,3 +305,21 @@ def test_ends_that_make_drafts_too_short_come_as_often(tmp_path: Path) -> None:
     assert sum(one.stats.drafted for one in found) > 500
     ends = np.concatenate([one.tokens for one in found]) == 2
     assert abs(ends.mean() - LIKELY) < 4 * math.sqrt(LIKELY * (1 - LIKELY) / ends.size)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [np.full(N, 2.0), np.full(N, np.nan), np.where(np.arange(N) == 3, -0.5, 1.5 / (N - 1)), np.zeros(N)],
+    ids=["too much", "no numbers", "negative", "nothing"],
+)
+def test_distributions_that_are_none_are_refused(row: NDArray[np.float64], context: lt.Context) -> None:
+    class Wrong(lt.Drafter):
+        draws = True
+
+        def draft(self, requests: Mapping[int, lt.DraftRequest]) -> dict[int, lt.Draft]:
+            rows = row.astype(np.float32)[None]
+            return {seq: lt.Draft(np.array([5], np.int32), None, rows) for seq in requests}
+
+    with pytest.raises(lt.InvalidInputError, match="distribution"):
+        list(lt.generate(context, PROMPTS, Wrong(), max_tokens=20, rejection=True, **OPTIONS))
+    assert is_empty(context)

@@ -59,6 +59,16 @@ def test_what_followed_the_same_tokens_is_drafted() -> None:
     assert after(lt.NGramDrafter(4, 1, n_max=1), [5, 6, 5]) == [6]
 
 
+def test_a_text_that_was_cut_is_looked_up_as_it_is_now() -> None:
+    drafter = lt.NGramDrafter(n_max=8)
+    drafter.process(lt.Batch.of([11, 12, 13, 14, 15]))
+    assert not drafter.draft({0: lt.DraftRequest(9, 5, 8)})
+    drafter.accept(0, 3)
+    assert not drafter.draft({0: lt.DraftRequest(15, 4, 8)})
+    drafter.process(lt.Batch.of([12, 13, 20, 12], pos0=4))
+    assert tokens_of(drafter.draft({0: lt.DraftRequest(13, 8, 3)})) == [20, 12, 13]
+
+
 def test_short_drafts_are_given_up() -> None:
     text = [5, 6, 7, 5, 6]
     drafter = lt.NGramDrafter(n_max=5, n_min=2)

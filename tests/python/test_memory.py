@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import EXACT, random_tokens, relative
 from numpy.typing import NDArray
-from tiny import TinyGemma3, TinyQwen35
+from tiny import TinyGemma3, TinyLlama, TinyQwen35
 
 import llamatap as lt
 
@@ -81,7 +81,7 @@ def test_the_last_tokens_of_a_recurrent_memory_can_be_taken_back(
                 with pytest.raises(lt.UnsupportedError, match="at most 0 of its last tokens"):
                     context.memory.remove(0, 19)
                 assert relative(next_logits(context, tokens, 20), expected) < 1e-5
-        with pytest.raises(lt.InvalidInputError, match="n_ubatch must be at least n_rs_seq"):
+        with pytest.raises(lt.InvalidInputError, match="n_ubatch and n_batch must be at least n_rs_seq"):
             model.context(n_ctx=256, n_rs_seq=600)
 
 
@@ -201,3 +201,32 @@ def test_a_window_that_was_restored_takes_back_what_it_holds(
             return
         context.decode(lt.Batch.of([int(tokens[16])], seq=1, pos0=16))
         assert relative(context.logits(), fresh_logits(windowed, tokens, 17)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "tiny", [TinyLlama(), TinyGemma3(), TinyQwen35()], ids=lambda tiny: type(tiny).__name__
+)
+def test_the_state_of_an_empty_sequence_takes_the_place_of_what_is_there(
+    tiny: TinyLlama, tmp_path: Path
+) -> None:
+    with (
+        lt.Model(tiny.write(tmp_path / "tiny.gguf")) as model,
+        model.context(n_ctx=256, n_seq_max=2) as context,
+    ):
+        empty = context.save(0)
+        context.decode(lt.Batch.of([5, 6, 7]))
+        context.decode(lt.Batch.of([8, 9], seq=1))
+        context.restore(0, empty)
+        assert (context.memory.last(0), context.memory.last(1)) == (-1, 1)
+        context.decode(lt.Batch.of([5, 6, 7]))
+
+
+@pytest.mark.parametrize(("n_batch", "n_rs_seq"), [(2, 1), (4, 4), (5, 4), (1, 8)])
+def test_a_batch_too_small_for_the_way_back(n_batch: int, n_rs_seq: int, tmp_path: Path) -> None:
+    with (
+        lt.Model(TinyQwen35().write(tmp_path / "tiny.gguf")) as model,
+        pytest.raises(
+            lt.InvalidInputError, match=rf"n_ubatch and n_batch must be at least .* {n_rs_seq + 2}"
+        ),
+    ):
+        model.context(n_ctx=256, n_batch=n_batch, n_rs_seq=n_rs_seq)

@@ -98,3 +98,30 @@ def test_targets_without_such_a_memory_are_refused(target: Path, tmp_path: Path)
         other_width = write_assistant(tmp_path / "width.gguf", n_embd_target=80)
         with pytest.raises(lt.InvalidInputError, match="states of width 80"):
             lt.SpeculativeContext(context, other_width)
+
+
+def test_the_targets_memory_is_changed_through_the_target_alone(target: Path, tmp_path: Path) -> None:
+    path = write_assistant(tmp_path / "assistant.gguf")
+    text, after = [5, 6, 7, 8, 9], lt.Batch.of([10], pos0=5)
+    with lt.Model(target) as model, model.context(n_ctx=256, n_seq_max=2, **EXACT) as context:
+        context.decode(lt.Batch.of(text))
+        with pytest.raises(lt.InvalidInputError, match="must be empty when the speculative context is made"):
+            lt.SpeculativeContext(context, path)
+        context.decode(after)
+        expected = context.logits()
+        context.memory.clear()
+        with lt.SpeculativeContext(context, path) as spec:
+            context.decode(lt.Batch.of(text))
+            for change in (
+                spec.memory.clear,
+                lambda: spec.memory.remove(0),
+                lambda: spec.memory.keep(1),
+                lambda: spec.memory.copy(0, 1),
+                lambda: spec.memory.shift(0, None, None, 3),
+                lambda: spec.save(0),
+            ):
+                with pytest.raises(lt.UnsupportedError, match="change the target's"):
+                    change()
+            assert spec.memory.last(0) == context.memory.last(0) == len(text) - 1
+            context.decode(after)
+            np.testing.assert_array_equal(context.logits(), expected)

@@ -331,3 +331,18 @@ def test_a_context_of_its_own_number_of_sequences(tmp_path: Path, rng: np.random
     with beside(target, draft, n_seq_max=40, n_ubatch=8) as spec:
         spec.decode([5] * 40, np.repeat(state, 40, axis=0), [0] * 40, range(40))
         assert spans(spec) == [(0, 0)] * 40
+
+
+@pytest.mark.parametrize("window", [0, 8])
+def test_positions_are_moved_where_the_engine_can(window: int, tmp_path: Path) -> None:
+    path = drafters.write_mimo2(tmp_path / "mtp.gguf", window=window)
+    with (
+        lt.Model(path, load_mtp=True) as model,
+        model.context(n_ctx=256, **EXACT) as context,
+        lt.SpeculativeContext(context, model, **EXACT) as spec,
+    ):
+        spec.decode([5, 6], np.ones((2, 64), np.float32), [0, 1])
+        # Of the two caches that the engine makes for this architecture, one has no layer.
+        with pytest.raises(lt.UnsupportedError, match="cannot move positions"):
+            spec.memory.shift(0, None, None, 5)
+        assert spec.memory.last(0) == 1

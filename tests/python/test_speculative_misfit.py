@@ -94,6 +94,15 @@ def setting(index: int, value: int) -> Callable[[NDArray[np.int64]], None]:
     return change
 
 
+def with_keys(**keys: int) -> Callable[[Target], Path]:
+    def write(target: Target) -> Path:
+        drafters.write_eagle3(target.draft)
+        named = {f"eagle3.{key.replace('__', '.')}": value for key, value in keys.items()}
+        return rewritten(target.draft, target.folder / "changed.gguf", keys=named)
+
+    return write
+
+
 #: Files, and words of the error: what was expected and what was found.
 MISFITS: dict[str, tuple[Callable[[Target], Path], str]] = {
     "states of another width": (eagle3(n_embd_target=48), r"144.*48.*64 wide"),
@@ -106,6 +115,8 @@ MISFITS: dict[str, tuple[Callable[[Target], Path], str]] = {
         eagle3(own_head=False, n_draft_vocab=100),
         r"259 rows.*100",
     ),
+    "states wider than the block": (with_keys(embedding_length_out=128), r"64 wide.*128"),
+    "states narrower than the block": (with_keys(embedding_length_out=32), r"64 wide.*32"),
     "d2t of offsets": (d2t(offsets), r"offsets"),
     "d2t names a token twice": (d2t(lambda ids: setting(5, int(ids[4]))(ids)), r"twice"),
     "d2t names a token beyond": (d2t(setting(99, 259)), r"259"),
@@ -439,3 +450,11 @@ def test_d2t_as_it_is_written(tmp_path: Path) -> None:
     assert tensors[0].keys() == tensors[1].keys()
     assert tensors[0]["d2t"].dtype == np.int64
     assert all(np.array_equal(values, tensors[1][name]) for name, values in tensors[0].items())
+
+
+@pytest.mark.parametrize("n_rotated", [0, 1, 15, 18, 2**31])
+def test_heads_that_cannot_be_rotated_so_far(n_rotated: int, target: Target) -> None:
+    """The engine would abort in the first decode, or never end it."""
+    path = with_keys(rope__dimension_count=n_rotated)(target)
+    with pytest.raises(lt.ModelLoadError, match=rf"rope.dimension_count must be .* 2\.\.16, .* {n_rotated}"):
+        lt.SpeculativeContext(target.context, path)
