@@ -490,13 +490,18 @@ def reset_all(drafters: Iterable[Drafter], seqs: Iterable[int]) -> None:
                 all_of_them.callback(drafter.reset, seq)
 
 
-def drafts_for(drafter: Drafter) -> Iterator[Context]:
-    """The contexts that a drafter, or those in a chain, were made for."""
+def leaves(drafter: Drafter) -> Iterator[Drafter]:
+    """The drafter itself, or those in a chain."""
     if isinstance(drafter, DrafterChain):
         for one in drafter.drafters:
-            yield from drafts_for(one)
-    elif isinstance(drafter, _Speculative):
-        yield drafter.spec.target
+            yield from leaves(one)
+    else:
+        yield drafter
+
+
+def specs_of(drafter: Drafter) -> list[SpeculativeContext]:
+    """The draft contexts of a drafter, or of those in a chain."""
+    return [one.spec for one in leaves(drafter) if isinstance(one, _Speculative)]
 
 
 def new_length(drafter: Drafter) -> DraftLength | None:
