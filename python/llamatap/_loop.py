@@ -74,7 +74,6 @@ class Loop:
     def __init__(
         self,
         context: Context,
-        room: int,
         waiting: Iterable[Prompt],
         drafter: Drafter | None,
         options: Options,
@@ -83,7 +82,6 @@ class Loop:
         self.drafter = drafter
         self.options = options
         self.waiting = deque(waiting)
-        self.room = room
         self.live: list[Prompt] = []
         specs = [] if drafter is None else specs_of(drafter)
         n_seqs = min([context.n_seq_max, *(spec.n_seq_max for spec in specs)])
@@ -385,7 +383,7 @@ class Loop:
         """What is left to do when the last token is known."""
         if self.options.states is None or sequence.last_is_computed:
             pass
-        elif sequence.position >= self.room:
+        elif sequence.position >= sequence.capacity:
             # There is no place for it, so it has no state.
             sequence.rows = sequence.rows if self.options.states == "full" else []
         else:

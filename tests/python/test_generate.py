@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from tiny import TinyQwen3
 
 import llamatap as lt
 from llamatap._loop import _logprobs
+from llamatap.generate import GenerateOptions, generate
+from llamatap.sampler import SamplerOptions
 
 F = cycle()
 #: Shorter and longer than an ubatch of 16, and than a batch of 32.
@@ -136,6 +139,31 @@ def test_a_model_gets_a_context_of_its_own(rigged_model: lt.Model) -> None:
     (alone,) = lt.generate(rigged_model, [1, 9], max_tokens=300)
     assert len(alone.tokens) == 300
     assert alone.finish_reason == "length"
+
+
+def test_a_model_s_own_context_is_no_longer_than_it_was_trained_with(tmp_path: Path) -> None:
+    """Whatever max_tokens is; texts end there, each of them."""
+    model_file = scripted(range(3, 40))
+    model_file.n_ctx = 300
+    with lt.Model(model_file.write(tmp_path / "short.gguf")) as model:
+        for max_tokens in (300_000, 2**31 - 1):
+            found = list(lt.generate(model, [[3] * 290, [3, 4], [3] * 299, [3] * 320], max_tokens=max_tokens))
+            assert [len(one.prompt) + len(one.tokens) for one in found] == [301, 301, 301, 321]
+            assert [one.finish_reason for one in found] == ["context"] * 4
+        (found_alone,) = lt.generate(model, [3] * 290, max_tokens=5)
+        assert (len(found_alone.tokens), found_alone.finish_reason) == (5, "length")
+
+
+def test_the_options_are_those_that_are_annotated() -> None:
+    """Type checkers see the annotations, people and `help` the signatures."""
+    for function, options, others in (
+        (generate, GenerateOptions, {"model_or_context", "prompts", "drafter", "stream", "return"}),
+        (lt.Sampler.__init__, SamplerOptions, {"model", "return"}),
+    ):
+        found = {name: kind for name, kind in function.__annotations__.items() if name not in others}
+        assert found == {name: kind.__forward_arg__ for name, kind in options.__annotations__.items()}
+        parameters = inspect.signature(function).parameters
+        assert all(parameters[name].default is not inspect.Parameter.empty for name in found)
 
 
 def test_prompts_may_be_text(rigged_model: lt.Model) -> None:

@@ -144,9 +144,11 @@ def test_distributions_that_are_none(name: str, world: World) -> None:
         list(lt.generate(world.context, PROMPT, drafter, max_tokens=9, temperature=1.0, rejection=True))
 
 
-def test_a_drafter_that_does_not_draw_is_refused_with_rejection(world: World) -> None:
+@pytest.mark.parametrize("made", [lt.NGramDrafter(2, 1), lambda tokens: tokens[-2:], [lt.NGramDrafter(2, 1)]])
+def test_a_drafter_that_does_not_draw_is_refused_with_rejection(made: Any, world: World) -> None:
+    """When generate is called, not at the first draft."""
     with pytest.raises(lt.InvalidInputError, match="temperature above 0"):
-        list(lt.generate(world.context, [5, 6] * 9, lt.NGramDrafter(2, 1), max_tokens=9, rejection=True))
+        lt.generate(world.context, [5, 6] * 9, made, max_tokens=9, rejection=True)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, MemoryError, StopIteration])
