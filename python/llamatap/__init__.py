@@ -6,6 +6,7 @@ from llamatap._native import _core, build_config
 from llamatap.context import Batch, Context, Memory, Tap
 from llamatap.draft_length import DraftLength
 from llamatap.drafters import (
+    AnyDrafter,
     CallableDrafter,
     DFlashDrafter,
     Draft,
@@ -42,6 +43,7 @@ from llamatap.states import States
 __version__: str = _core.build_info()["version"]
 
 __all__ = [
+    "AnyDrafter",
     "Batch",
     "BusyError",
     "CallableDrafter",

@@ -7,7 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from llamatap.model import Model, token_array
 from llamatap.speculative import SpeculativeContext
 
 __all__ = [
+    "AnyDrafter",
     "CallableDrafter",
     "DFlashDrafter",
     "Draft",
@@ -74,9 +75,10 @@ class Drafter(ABC):
     """Guesses the next tokens of sequences. Subclass it to draft by a way of your own; :meth:`draft` is all
     that a subclass must have.
 
-    The loop around it: after every decode of the target, :meth:`process` with the same batch; after a batch
-    that held a draft, :meth:`accept`; then :meth:`draft` for the sequences that go on; :meth:`reset` when one
-    ends. All live sequences are asked for at once.
+    The loop around it: :meth:`reset` when a sequence begins; after every decode of the target,
+    :meth:`process` with the same batch, then :meth:`accept` for each sequence that had more in it than its
+    prompt; before the next decode, :meth:`draft` for all sequences that go on, at once; :meth:`reset` when
+    one ends.
     """
 
     #: The target's states that it needs of every token: :func:`llamatap.generate` opens a tap for them, and
@@ -85,9 +87,14 @@ class Drafter(ABC):
     #: The most tokens that are asked for, by default all that there is room for; "auto" lets
     #: :class:`llamatap.DraftLength` choose, 0 included.
     n_max: int | Literal["auto"] = 2**31 - 1
+    #: Whether its drafts may have distributions (:attr:`Draft.distributions`). False lets
+    #: ``generate(..., rejection=True)`` refuse it at once.
+    draws: bool = True
 
     def process(self, batch: Batch) -> None:  # noqa: B027  a drafter may need none of it
-        """Take note of a batch that the target has decoded.
+        """Take note of a batch that the target has decoded: of prompts, or of a piece of one; of the newest
+        token of a sequence, and its draft. Not of a last token whose state alone is wanted, nor of what is
+        decoded once more after a draft that fell.
 
         :raises InvalidInputError: the drafter needs states that no open tap gives, or a batch is missing.
         """
@@ -101,13 +108,20 @@ class Drafter(ABC):
 
     def accept(self, seq: int, n: int) -> None:  # noqa: B027
         """Of the sequence's entries in the last batch, the first and ``n`` more stand (the token before the
-        draft, and the drafted ones that were accepted); the rest never was.
+        draft, and the drafted ones that were accepted); the rest never was. Called after each batch that held
+        a newest token of the sequence, with a draft or without; not after those of its prompt.
 
         :raises InvalidInputError: there were not so many.
         """
 
     def reset(self, seq: int) -> None:  # noqa: B027
-        """Forget a sequence."""
+        """Forget a sequence, known or not."""
+
+
+_Function: TypeAlias = Callable[[NDArray[np.intc]], Any]
+#: What :func:`llamatap.generate` takes for a drafter: several are asked in turn; a function is given token
+#: ids and gives those that may follow.
+AnyDrafter: TypeAlias = Drafter | _Function | Sequence[Drafter | _Function] | None
 
 
 def _longest(n_max: object) -> int:
@@ -179,6 +193,7 @@ class NGramDrafter(_Native):
             n_min=integer("n_min", n_min, 0),
         )
         super().__init__(core, n_max)
+        self.draws = False
 
 
 class _Speculative(_Native):
@@ -225,6 +240,7 @@ class _Speculative(_Native):
         super().__init__(core, n_max if n_max == "auto" or most is None else min(n_max, most))
         self.spec = spec
         self.target_layers = spec.target_layers
+        self.draws = heat > 0
 
     def process(self, batch: Batch) -> None:
         instance("batch", batch, Batch)
@@ -337,6 +353,7 @@ class DrafterChain(Drafter):
             instance("a drafter", drafter, Drafter)
         self.drafters = drafters
         self.target_layers = tuple(dict.fromkeys(layer for one in drafters for layer in one.target_layers))
+        self.draws = all(one.draws for one in drafters)
         lengths = [one.n_max for one in drafters]
         self.n_max = "auto" if "auto" in lengths else max(n for n in lengths if n != "auto")
 
@@ -377,6 +394,7 @@ class CallableDrafter(Drafter):
             raise InvalidInputError(f"function must be callable, not {type(function).__name__}")
         _longest(n_max)
         self.n_max = n_max
+        self.draws = False
         self._function = function
         self._texts: dict[int, list[int]] = {}
         self._starts: dict[int, int] = {}
@@ -475,6 +493,11 @@ def as_drafter(drafter: object) -> Drafter | None:
         return drafter
     if isinstance(drafter, Sequence) and not isinstance(drafter, (str, bytes)):
         return DrafterChain(*[one for one in map(as_drafter, drafter) if one is not None])
+    if isinstance(drafter, (str, os.PathLike, Model, SpeculativeContext)):
+        raise InvalidInputError(
+            f"drafter must be a Drafter, a list of them, or a function of token ids, not {drafter!r}; "
+            "make one with load_drafter(context, ...) and give generate() the same context"
+        )
     if isinstance(drafter, type) or not callable(drafter):
         raise InvalidInputError(
             f"drafter must be a Drafter, a list of them, or a function of token ids, not {drafter!r}"
@@ -490,13 +513,18 @@ def reset_all(drafters: Iterable[Drafter], seqs: Iterable[int]) -> None:
                 all_of_them.callback(drafter.reset, seq)
 
 
-def drafts_for(drafter: Drafter) -> Iterator[Context]:
-    """The contexts that a drafter, or those in a chain, were made for."""
+def leaves(drafter: Drafter) -> Iterator[Drafter]:
+    """The drafter itself, or those in a chain."""
     if isinstance(drafter, DrafterChain):
         for one in drafter.drafters:
-            yield from drafts_for(one)
-    elif isinstance(drafter, _Speculative):
-        yield drafter.spec.target
+            yield from leaves(one)
+    else:
+        yield drafter
+
+
+def specs_of(drafter: Drafter) -> list[SpeculativeContext]:
+    """The draft contexts of a drafter, or of those in a chain."""
+    return [one.spec for one in leaves(drafter) if isinstance(one, _Speculative)]
 
 
 def new_length(drafter: Drafter) -> DraftLength | None:

@@ -5,25 +5,29 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Literal, cast, overload
+from typing import TYPE_CHECKING, Literal, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llamatap import layers as layer_ids
 from llamatap._check import flag, integer
-from llamatap._loop import Loop, Options, Prompt, check_empty
+from llamatap._loop import Loop, check_free
 from llamatap._prompts import Input, is_single, prompt_tokens
+from llamatap._sequence import Options, Prompt
 from llamatap._text import TextStream
 from llamatap.context import Context
-from llamatap.drafters import as_drafter, drafts_for
+from llamatap.drafters import AnyDrafter, as_drafter, specs_of
 from llamatap.errors import ContextFullError, InvalidInputError, UnsupportedError
 from llamatap.generation import Event, Generation
 from llamatap.layers import LayerId
 from llamatap.model import Model
-from llamatap.sampler import Sampler
+from llamatap.sampler import Sampler, SamplerOptions
 
-__all__ = ["generate"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["GenerateOptions", "generate"]
 
 # The most sequences of a context that is made for a model.
 _MOST_SEQUENCES = 8
@@ -67,36 +71,37 @@ def _pieces(model: Model) -> Callable[[int], bytes]:
     return lambda token: native.piece(token, False)
 
 
-def _context_for(model: Model, prompts: Sequence[NDArray[np.int32]], max_tokens: int) -> Context:
-    n_seq_max = min(len(prompts), _MOST_SEQUENCES) if model.native.batches_sequences else 1
-    longest = sorted((len(prompt) for prompt in prompts), reverse=True)[:n_seq_max]
-    return model.context(n_ctx=sum(longest) + n_seq_max * max_tokens, n_seq_max=n_seq_max)
+def _capacities(model: Model, prompts: Sequence[NDArray[np.int32]], max_tokens: int) -> list[int]:
+    """The places that texts may take: no more than what the model was trained with, or a prompt has."""
+    return [min(len(prompt) + max_tokens, max(model.n_ctx_train, len(prompt))) for prompt in prompts]
+
+
+def _context_for(model: Model, capacities: Sequence[int]) -> Context:
+    n_seq_max = min(len(capacities), _MOST_SEQUENCES) if model.native.batches_sequences else 1
+    return model.context(n_ctx=sum(sorted(capacities)[-n_seq_max:]), n_seq_max=n_seq_max)
+
+
+class GenerateOptions(SamplerOptions, total=False):
+    """The keyword arguments of :func:`generate`, but for ``stream``."""
+
+    max_tokens: int
+    stop: str | Iterable[str]
+    stop_tokens: Iterable[int]
+    ignore_eos: bool
+    logprobs: int | None
+    states: Literal["last", "full"] | None
+    layers: Iterable[LayerId] | LayerId | None
+    rejection: bool
 
 
 @overload
 def generate(
     model_or_context: Model | Context,
     prompts: Input | Sequence[Input],
-    drafter: object = None,
+    drafter: AnyDrafter = None,
     *,
-    max_tokens: int = ...,
-    temperature: float = ...,
-    top_k: int = ...,
-    top_p: float = ...,
-    min_p: float = ...,
-    repeat_penalty: float = ...,
-    frequency_penalty: float = ...,
-    presence_penalty: float = ...,
-    penalty_last_n: int = ...,
-    seed: int | None = ...,
-    stop: str | Iterable[str] = ...,
-    stop_tokens: Iterable[int] = ...,
-    ignore_eos: bool = ...,
-    logprobs: int | None = ...,
-    states: Literal["last", "full"] | None = ...,
-    layers: Iterable[LayerId] | LayerId = ...,
-    rejection: bool = ...,
-    stream: Literal[False] = ...,
+    stream: Literal[False] = False,
+    **options: Unpack[GenerateOptions],
 ) -> Generator[Generation, None, None]: ...
 
 
@@ -104,33 +109,28 @@ def generate(
 def generate(
     model_or_context: Model | Context,
     prompts: Input | Sequence[Input],
-    drafter: object = None,
+    drafter: AnyDrafter = None,
     *,
-    max_tokens: int = ...,
-    temperature: float = ...,
-    top_k: int = ...,
-    top_p: float = ...,
-    min_p: float = ...,
-    repeat_penalty: float = ...,
-    frequency_penalty: float = ...,
-    presence_penalty: float = ...,
-    penalty_last_n: int = ...,
-    seed: int | None = ...,
-    stop: str | Iterable[str] = ...,
-    stop_tokens: Iterable[int] = ...,
-    ignore_eos: bool = ...,
-    logprobs: int | None = ...,
-    states: Literal["last", "full"] | None = ...,
-    layers: Iterable[LayerId] | LayerId = ...,
-    rejection: bool = ...,
     stream: Literal[True],
+    **options: Unpack[GenerateOptions],
 ) -> Generator[Event, None, None]: ...
+
+
+@overload
+def generate(
+    model_or_context: Model | Context,
+    prompts: Input | Sequence[Input],
+    drafter: AnyDrafter = None,
+    *,
+    stream: bool,
+    **options: Unpack[GenerateOptions],
+) -> Generator[Generation, None, None] | Generator[Event, None, None]: ...
 
 
 def generate(
     model_or_context: Model | Context,
     prompts: Input | Sequence[Input],
-    drafter: object = None,
+    drafter: AnyDrafter = None,
     *,
     max_tokens: int = 128,
     temperature: float = 0.0,
@@ -147,7 +147,7 @@ def generate(
     ignore_eos: bool = False,
     logprobs: int | None = None,
     states: Literal["last", "full"] | None = None,
-    layers: Iterable[LayerId] | LayerId = (-1,),
+    layers: Iterable[LayerId] | LayerId | None = None,
     rejection: bool = False,
     stream: bool = False,
 ) -> Generator[Generation, None, None] | Generator[Event, None, None]:
@@ -162,7 +162,8 @@ def generate(
         the target chooses every token itself, and a draft is used as far as it is equal. That is exact where
         the engine's results do not depend on how many tokens it computes at once (float32 weights on a CPU);
         elsewhere near-ties may fall the other way.
-    :param max_tokens: of each prompt, a stop token included.
+    :param max_tokens: of each prompt, a stop token included. With a model, texts are no longer than what it
+        was trained with (:attr:`Model.n_ctx_train`), and end there as in a full context.
     :param temperature: 0 takes the most likely token. This and the others up to ``penalty_last_n``: as of
         :class:`Sampler`; penalties see the prompt too.
     :param seed: of the random numbers. The prompt at index i has a seed of its own,
@@ -174,19 +175,23 @@ def generate(
     :param states: the target's states of the generated tokens, from the same passes: of each (``"full"``), or
         of the last (``"last"``). Only the final token, which no pass has computed, costs one more decode.
         At the end of a full context there is no place for the last token, so its row is missing.
-    :param layers: which states, as of :meth:`Context.tap`.
+    :param layers: which states, as of :meth:`Context.tap`; None for (-2,), as there. Only with ``states``.
     :param rejection: accept drafted tokens by rejection sampling, for drafters that draw their tokens
         (``temperature`` of theirs above 0): the same distribution, other tokens, more of them accepted.
     :param stream: give an :class:`Event` for each token as it comes, rather than a :class:`Generation` for
         each prompt, in the order of the prompts.
     :raises InvalidInputError: an argument is wrong, the context holds tokens, or a drafter gives what is
         none.
-    :raises BusyError: another generation is going on in the context, or another thread uses it.
+    :raises BusyError: another generation is going on in the context or with the drafter, or another thread
+        uses the context.
     :raises ContextFullError: a prompt is longer than the context.
     :raises UnsupportedError: the model generates no text.
 
-    A generation ends with the iterator: ``close()``, or leaving a loop, frees the memory. What a drafter
-    raises comes out, and the context can be used again.
+    A generation has the context's memory, and the drafter, for itself: until it ends, what would change the
+    memory raises BusyError. It ends with its last result, or with the iterator: ``close()``, or leaving a
+    loop, frees the memory. What a drafter raises comes out, and the context can be used again.
+
+    Prompts enter in pieces of ``n_batch`` tokens at most, beside the texts that are under way.
     """
     chosen = as_drafter(drafter)
     if not isinstance(model_or_context, (Model, Context)):
@@ -201,24 +206,43 @@ def generate(
         flag("ignore_eos", ignore_eos),
         None if logprobs is None else integer("logprobs", logprobs, 0, 1024),
         states,
-        layer_ids.normalize(layers, model.n_layer),
+        layer_ids.normalize((-2,) if layers is None else layers, model.n_layer),
         flag("rejection", rejection),
     )
     flag("stream", stream)
+    if layers is not None and states is None:
+        raise InvalidInputError("layers= says which states to give; say states='last' or 'full' as well")
+    if rejection and chosen is not None and not chosen.draws:
+        raise InvalidInputError(
+            "rejection=True needs a drafter that draws its tokens; make it (of several, each) with a "
+            "temperature above 0"
+        )
     inputs = cast("Sequence[Input]", [prompts] if is_single(prompts, "prompts") else prompts)
     texts = [prompt_tokens(model, prompt, None) for prompt in inputs]
     if isinstance(model_or_context, Context):
         context = model_or_context
+        capacities = [len(tokens) + options.max_tokens for tokens in texts]
     else:
-        context = _context_for(model, texts, options.max_tokens)
-    if chosen is not None and any(target is not context for target in drafts_for(chosen)):
+        capacities = _capacities(model, texts, options.max_tokens)
+        context = _context_for(model, capacities)
+    if chosen is not None and any(spec.target is not context for spec in specs_of(chosen)):
         raise InvalidInputError("the drafter was made for another context; give generate() its target")
     native = context.native
     if not native.has_memory or not native.causal:
         raise UnsupportedError(f"{model.arch} models do not generate text")
-    check_empty(context)
+    check_free(context, chosen)
     room = min(native.n_ctx_seq, native.position_limit)
     base = secrets.randbits(31) if seed is None else integer("seed", seed, 0, 2**32 - 2)
+    sampling: SamplerOptions = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repeat_penalty": repeat_penalty,
+        "frequency_penalty": frequency_penalty,
+        "presence_penalty": presence_penalty,
+        "penalty_last_n": penalty_last_n,
+    }
     piece = _pieces(model)
     sequences = []
     for index, tokens in enumerate(texts):
@@ -226,23 +250,13 @@ def generate(
             raise ContextFullError(
                 f"prompt {index} has {len(tokens)} tokens; the context has room for {room} (n_ctx)"
             )
-        sampler = Sampler(
-            model,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repeat_penalty=repeat_penalty,
-            frequency_penalty=frequency_penalty,
-            presence_penalty=presence_penalty,
-            penalty_last_n=penalty_last_n,
-            # Far apart, so that no prompt has the numbers of another one's with a seed nearby.
-            seed=(base + index * 0x9E3779B1) % (2**32 - 1),
-        )
+        # Far apart, so that no prompt has the numbers of another one's with a seed nearby.
+        sampling["seed"] = (base + index * 0x9E3779B1) % (2**32 - 1)
+        sampler = Sampler(model, **sampling)
         if (repeat_penalty, frequency_penalty, presence_penalty) != (1.0, 0.0, 0.0):
             for token in tokens[-penalty_last_n:].tolist():
                 sampler.accept(token)
-        capacity = min(len(tokens) + options.max_tokens, room)
+        capacity = min(capacities[index], room)
         sequences.append(Prompt(index, tokens, sampler, TextStream(piece, options.stop), capacity))
-    events = Loop(context, room, sequences, chosen, options).events()
+    events = Loop(context, sequences, chosen, options).events()
     return events if stream else _in_order(events, len(sequences))

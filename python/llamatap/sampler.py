@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,21 @@ from llamatap.context import Context
 from llamatap.errors import InvalidInputError
 from llamatap.model import Model
 
-__all__ = ["Sampler"]
+__all__ = ["Sampler", "SamplerOptions"]
+
+
+class SamplerOptions(TypedDict, total=False):
+    """The keyword arguments of :class:`Sampler`."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repeat_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    penalty_last_n: int
+    seed: int | None
 
 
 class Sampler(NotCopied):

@@ -213,7 +213,9 @@ def test_a_drafter_is_told_of_all_that_happens(world: World) -> None:
         forgotten: list[tuple[int, list[int]]]
 
         def reset(self, seq: int) -> None:
-            self.forgotten.append((seq, list(self.texts[seq])))
+            # Also before it begins.
+            if seq in self.texts:
+                self.forgotten.append((seq, list(self.texts[seq])))
             super().reset(seq)
 
     with world.model.context(n_ctx=256, **EXACT) as context:

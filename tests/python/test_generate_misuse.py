@@ -121,14 +121,16 @@ INVALID: dict[str, Callable[[World], Any]] = {
     "states: another word": options(states="all"),
     "states: a list": options(states=["full"]),
     "states: an array": options(states=np.array(["full", "last"])),
-    "layers: out of range": options(layers=[5]),
-    "layers: None": options(states="full", layers=None),
+    "layers: out of range": options(states="full", layers=[5]),
+    "layers: without states": options(layers=[1]),
     "layers: a float": options(states="full", layers=1.0),
     "layers: another word": options(states="full", layers="last"),
     "rejection: a number": options(rejection=1),
     "stream: a number": options(stream=1),
     "drafter: a number": drafter(5),
     "drafter: a text": drafter("ngram"),
+    "drafter: a path": drafter(Path("eagle3.gguf")),
+    "drafter: a model among drafters": lambda w: lt.generate(w.context, PROMPT, [w.model]),
     "drafter: a class": drafter(llamatap.NGramDrafter),
     "drafter: no drafters": drafter([]),
     "drafter: None among drafters alone": drafter([None]),
@@ -157,6 +159,9 @@ def test_words_of_errors_are_those_of_the_arguments(world: World) -> None:
     ):
         with pytest.raises(lt.InvalidInputError, match=words):
             options(**wrong)(world)
+    for wrong_drafter in ("eagle3.gguf", Path("eagle3.gguf"), world.model):
+        with pytest.raises(lt.InvalidInputError, match=r"load_drafter\(context"):
+            drafter(wrong_drafter)(world)
     prompt: Any
     for prompt in (None, [], np.zeros((2, 3), np.int32)):
         with pytest.raises(lt.InvalidInputError, match="prompt"):
@@ -174,15 +179,15 @@ def test_a_drafter_of_another_context_is_refused(wrap: Any, world: World, tmp_pa
                     lt.generate(target, PROMPT, wrap(foreign), max_tokens=3)
 
 
-def test_a_draft_context_of_fewer_sequences(world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrap", [lambda d: d, lambda d: [llamatap.NGramDrafter(), [d]]])
+def test_a_draft_context_of_fewer_sequences(wrap: Any, world: World, tmp_path: Path) -> None:
+    """No more go at once than it has."""
     path = drafters.write_eagle3(tmp_path / "eagle3.gguf")
     spec = lt.SpeculativeContext(world.context, path, n_seq_max=1, n_threads=1)
-    drafter = lt.Eagle3Drafter(spec)
-    with pytest.raises(lt.InvalidInputError, match=r"sequence id 1 is not in 0\.\.0"):
-        list(lt.generate(world.context, [PROMPT] * 2, drafter, max_tokens=3))
+    drafter = wrap(lt.Eagle3Drafter(spec))
+    found = list(lt.generate(world.context, [PROMPT] * 3, drafter, max_tokens=12, ignore_eos=True))
+    assert [one.tokens.tolist() for one in found] == [world.expected] * 3
     assert is_empty(world.context)
-    (found,) = lt.generate(world.context, PROMPT, drafter, max_tokens=12, ignore_eos=True)
-    assert found.tokens.tolist() == world.expected
 
 
 def test_a_context_that_holds_tokens_is_refused(world: World) -> None:
@@ -203,6 +208,23 @@ def test_an_open_tap_is_refused_where_states_are_needed(world: World) -> None:
             (found,) = lt.generate(world.context, PROMPT, max_tokens=12, ignore_eos=True)
             assert tap.states.tokens.tolist() == world.expected[-2:-1]
         assert found.tokens.tolist() == world.expected
+
+
+def test_what_a_drafter_is_made_of_is_none(world: World, tmp_path: Path) -> None:
+    spec = lt.SpeculativeContext(world.context, drafters.write_eagle3(tmp_path / "eagle3.gguf"), n_threads=1)
+    with pytest.raises(lt.InvalidInputError, match=r"load_drafter\(context"):
+        lt.generate(world.context, PROMPT, spec)
+    # It does, and says whether it can be used with rejection.
+    for temperature in (0.0, 0.5):
+        made = lt.load_drafter(world.context, spec, temperature=temperature)
+        for drafter in (made, [made], [made, made]):
+            if temperature > 0:
+                lt.generate(world.context, PROMPT, drafter, rejection=True, temperature=1.0).close()
+                continue
+            with pytest.raises(lt.InvalidInputError, match="temperature above 0"):
+                lt.generate(world.context, PROMPT, drafter, rejection=True, temperature=1.0)
+        with pytest.raises(lt.InvalidInputError, match="temperature above 0"):
+            lt.generate(world.context, PROMPT, [made, lt.NGramDrafter()], rejection=True)
 
 
 def test_a_model_that_generates_nothing(world: World, tmp_path: Path) -> None:

@@ -220,8 +220,7 @@ def test_at_the_end_of_a_full_context(
     assert found.tokens.tolist() == tokens
     assert found.finish_reason == end
     rows = world.rows([*prompt, *tokens[:-1]], 6, (-1,))
-    if found.states is None:
-        return
+    assert found.states is not None
     assert found.states.tokens.tolist() == (tokens[:-1] if states == "full" else [])
     assert len(found.states.array) == len(found.states.tokens)
     if states == "full":
@@ -255,8 +254,19 @@ def test_states_are_read_only_and_say_where_they_are_from(world: World) -> None:
         states.array[0] = 0
 
 
-def test_layers_are_checked_even_where_no_states_are_asked_for(world: World) -> None:
+def test_layers_are_those_of_extract_and_taps_unless_said(world: World) -> None:
+    (found,) = lt.generate(world.model, world.prompts[0], max_tokens=3, states="full", ignore_eos=True)
+    assert found.states is not None
+    assert found.states.layers == lt.extract(world.model, [5]).layers == (3,)
+    (same,) = lt.generate(
+        world.model, world.prompts[0], max_tokens=3, states="full", layers=None, ignore_eos=True
+    )
+    assert same.states is not None
+    assert np.array_equal(same.states.array, found.states.array)
+
+
+def test_layers_without_states_are_refused(world: World) -> None:
     with pytest.raises(lt.InvalidInputError, match="layer id 9"):
         lt.generate(world.model, [5], layers=9)
-    (found,) = lt.generate(world.model, [5], max_tokens=2, layers=2)
-    assert found.states is None
+    with pytest.raises(lt.InvalidInputError, match="say states="):
+        lt.generate(world.model, [5], layers=2)
