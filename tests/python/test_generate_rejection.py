@@ -17,6 +17,7 @@ import pytest
 from generating import EXACT, is_empty, nearly
 from numpy.typing import NDArray
 from tinies import rigged
+from tinies.blocks import write_rigged_dspark
 from tinies.rigged import cycle, wrong_at
 from tiny import TinyLlama
 
@@ -114,8 +115,8 @@ class Drawing(lt.Drafter):
         return found
 
 
-def beside(context: lt.Context, path: Path, *, as_model: bool = False) -> lt.SpeculativeContext:
-    return lt.SpeculativeContext(context, path, n_threads=1, as_model=as_model)
+def beside(context: lt.Context, path: Path, **options: Any) -> lt.SpeculativeContext:
+    return lt.SpeculativeContext(context, path, n_threads=1, **options)
 
 
 def own(context: lt.Context, folder: Path) -> lt.Drafter:
@@ -140,7 +141,13 @@ def mtp(context: lt.Context, folder: Path) -> lt.Drafter:
     return lt.MtpDrafter(beside(context, path), n_max=3, temperature=0.8, seed=4)
 
 
-KINDS = (own, model, eagle3, mtp)
+def dspark(context: lt.Context, folder: Path) -> lt.Drafter:
+    """Draws each token of a block by itself, after the likeliest one before it."""
+    path = write_rigged_dspark(folder / "drafter.gguf", G, margin=MARGIN)
+    return lt.DFlashDrafter(beside(context, path, kv_unified=True), n_max=3, temperature=1, seed=4)
+
+
+KINDS = (own, model, eagle3, mtp, dspark)
 CONTEXT: dict[str, Any] = {"n_ctx": 20 * 256, "n_seq_max": 20, "kv_unified": False, **EXACT}
 OPTIONS: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True}
 #: With 200 tokens each, 4000 draws; all at once, so that no two of them share a sequence and a position.
