@@ -38,6 +38,7 @@ class Mutation:
 
 
 ORACLE = "tests/python/test_oracle.py"
+DRAFTERS = "tests/python/test_drafters.py -k every_draft"
 MUTATIONS = [
     Mutation(
         "every layer is the next one",
@@ -133,8 +134,8 @@ MUTATIONS = [
     Mutation(
         "converted files are aligned as the file says",
         "csrc/engine/conversion.cpp",
-        "  params.kv_overrides = overrides.data();\n",
-        "",
+        ', "general.alignment"}',
+        "}",
         "tests/python/test_weights.py",
     ),
     Mutation(
@@ -173,6 +174,104 @@ MUTATIONS = [
         "tests/python/test_probe.py",
     ),
     Mutation(
+        "a draft sees the states of the row before",
+        "csrc/draft/token_drafter.cpp",
+        "states + static_cast<size_t>(row) * width;",
+        "states + static_cast<size_t>(std::max(row - 1, 0)) * width;",
+        DRAFTERS,
+    ),
+    Mutation(
+        "a draft is a position late",
+        "csrc/draft/token_drafter.cpp",
+        "const int32_t position = sequence.rows.back().position + offset_;",
+        "const int32_t position = sequence.rows.back().position + offset_ + 1;",
+        DRAFTERS,
+    ),
+    Mutation(
+        "the first state is not of zeros",
+        "csrc/draft/token_drafter.cpp",
+        "static_cast<size_t>(spec_->n_state()), 0.0F);",
+        "static_cast<size_t>(spec_->n_state()), 1.0F);",
+        DRAFTERS,
+    ),
+    Mutation(
+        "what was drafted is taken for what stands",
+        "csrc/draft/token_drafter.cpp",
+        "if (rows.size() == 1 && row.token ==",
+        "if (rows.size() == 1 || row.token ==",
+        "tests/python/test_drafters.py -k may_do",
+    ),
+    Mutation(
+        "states that were taken back stay",
+        "csrc/draft/token_drafter.cpp",
+        "sequence.rows.resize(",
+        "sequence.rows.reserve(",
+        DRAFTERS,
+    ),
+    Mutation(
+        "MTP blocks take the state before the norm",
+        "csrc/draft/speculative_context.cpp",
+        " ? n : n + 1};",
+        " ? n : n};",
+        "tests/python/test_mtp_of_qwen35.py",
+    ),
+    Mutation(
+        "a block is a position late",
+        "csrc/draft/block_drafter.cpp",
+        "request.position + i, {request.seq}",
+        "request.position + i + 1, {request.seq}",
+        "tests/python/test_block_drafters.py -k formulas",
+    ),
+    Mutation(
+        "one token more of a draft stands",
+        "csrc/draft/verify.cpp",
+        "if (equal) ++result.n_accepted;",
+        "++result.n_accepted;",
+        "tests/python/test_generate_drafts.py -k half_right",
+    ),
+    Mutation(
+        "after a rejection the target draws as if there had been no draft",
+        "csrc/draft/verify.cpp",
+        "std::max(0.0F, p[v] - q[v]);",
+        "p[v];",
+        "tests/python/test_generate_rejection.py -k own",
+    ),
+    Mutation(
+        "what is left after a rejection does not sum to one",
+        "csrc/draft/distribution.hpp",
+        "if (sum > point * total) return i;",
+        "if (sum > point) return i;",
+        "tests/python/test_generate_rejection.py -k own",
+    ),
+    Mutation(
+        "all sequences are verified with the logits of the first",
+        "python/llamatap/_loop.py",
+        "sequence.first_row = len(batch)\n",
+        "sequence.first_row = 0\n",
+        "tests/python/test_generate_drafts.py -k half_right",
+    ),
+    Mutation(
+        "states of tokens are those of the next row",
+        "python/llamatap/_loop.py",
+        "states.array[first : first + n_stood + 1, self.columns]",
+        "states.array[first + 1 : first + n_stood + 2, self.columns]",
+        "tests/python/test_generate_states.py",
+    ),
+    Mutation(
+        "after a saved state a token is left out",
+        "python/llamatap/_loop.py",
+        "sequence.tokens[-n_accepted - 2 : -1]",
+        "sequence.tokens[-n_accepted - 1 : -1]",
+        "tests/python/test_generate_hybrid_drafters.py -k qwen35",
+    ),
+    Mutation(
+        "all prompts draw their drafts alike",
+        "python/llamatap/_loop.py",
+        "min(longest, rooms[one.seq]), one.sampler.seed",
+        "min(longest, rooms[one.seq]), 0",
+        "tests/python/test_generate_rejection.py -k every_seed",
+    ),
+    Mutation(
         "SGLang's ids are taken for ours",
         "python/llamatap/layers.py",
         'Convention("sglang", 1)',
@@ -182,7 +281,7 @@ MUTATIONS = [
     Mutation(
         "a saved state fits any weights",
         "python/llamatap/context.py",
-        '            "weights": [self.model.sample, self.model.weights],\n',
+        '            "weights": self.model.sample,\n            "converted_to": self.model.weights,\n',
         "",
         "tests/python/test_context.py",
     ),

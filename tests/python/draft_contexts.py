@@ -13,10 +13,12 @@ from conftest import relative
 from drafting import EXACT
 from numpy.typing import NDArray
 from tinies import drafters
+from tinies.blocks import write_dflash
+from tinies.qwen35 import Qwen35WithMtp
 from tiny import TinyLlama
 
 import llamatap as lt
-from reference import eagle3, mtp
+from reference import decoder, dflash, eagle3, mtp, mtp_qwen35
 
 #: Tokens, states, positions and a head to logits and the next states, of one sequence.
 Formula: TypeAlias = (
@@ -56,6 +58,11 @@ MTP: dict[str, dict[str, Any]] = {
     "three heads, all their own": {"n_nextn": 3, "own_head": True, "own_embedding": True, "seed": 4},
     "a window": {"n_layer": 2, "window": 8},
 }
+QWEN35: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "the trunk's norm": {"own_norm": False},
+    "a head and an embedding of its own": {"own_head": True, "own_embedding": True, "seed": 4},
+}
 
 
 @dataclass
@@ -76,6 +83,10 @@ class World:
     def states(self, rng: np.random.Generator, n: int = N) -> NDArray[np.float32]:
         return rng.standard_normal((n, self.spec.n_state)).astype(np.float32)
 
+    def given(self, states: NDArray[np.float32]) -> NDArray[np.float32] | None:
+        """The states as decode takes them: none where they have no width."""
+        return states if self.spec.n_state else None
+
     def check(
         self, found: lt.DraftOutput, logits: NDArray[np.float64], after: NDArray[np.float64] | None
     ) -> None:
@@ -85,7 +96,7 @@ class World:
         others = np.setdiff1d(np.arange(logits.shape[1]), self.allowed)
         assert np.isneginf(found.logits[:, others]).all()
         assert relative(found.logits[:, self.allowed], logits[:, self.allowed]) < 1e-5
-        if after is None:
+        if after is None or self.spec.n_state == 0:
             assert found.states is None
         else:
             assert found.states is not None
@@ -137,9 +148,54 @@ def mtp_world(folder: Path, name: str = "plain", whole: bool = True, **options: 
         yield World(spec, lambda tokens, states, at, head: mtp.decode(tokens, states, at, weights, head))
 
 
+@contextmanager
+def qwen35_world(folder: Path, name: str = "plain", whole: bool = True, **options: Any) -> Iterator[World]:
+    tiny = Qwen35WithMtp(trunk=whole, **QWEN35[name])
+    file = tiny.write(folder / "draft.gguf")
+    target = file if whole else TinyLlama().write(folder / "target.gguf")
+    with beside(target, None if whole else file, **options) as spec:
+        yield World(
+            spec,
+            lambda tokens, states, at, head: mtp_qwen35.decode(tokens, states, tiny.weights, tiny.shape()),
+        )
+
+
+@contextmanager
+def model_world(folder: Path, **options: Any) -> Iterator[World]:
+    tiny = TinyLlama(seed=5, n_layer=2)
+    draft = tiny.write(folder / "draft.gguf")
+
+    def formula(tokens: Any, states: Any, positions: Any, head: int) -> Any:
+        entering = tiny.entering(np.asarray(tokens, np.int32))
+        return decoder.forward(tiny.shape(), tiny.weights, entering)[2], states
+
+    with beside(TinyLlama().write(folder / "target.gguf"), draft, **options) as spec:
+        yield World(spec, formula)
+
+
+@contextmanager
+def dflash_world(folder: Path, **options: Any) -> Iterator[World]:
+    """A block that sees no later places, after a text of nothing: so that it can be decoded in parts."""
+    target = TinyLlama().write(folder / "target.gguf")
+    weights = dflash.Weights.read(write_dflash(folder / "draft.gguf", causal=True), target)
+
+    def formula(tokens: Any, states: Any, positions: Any, head: int) -> Any:
+        return dflash.block_logits(list(tokens), np.zeros((0, 3 * 64)), weights)[0], states
+
+    with beside(target, folder / "draft.gguf", **options) as spec:
+        yield World(spec, formula)
+
+
 #: One of each kind.
 WORLDS: dict[str, Callable[..., Any]] = {
     "eagle3": lambda folder, **options: eagle3_world(folder, "all at once", **options),
     "mtp": mtp_world,
     "mtp block": lambda folder, **options: mtp_world(folder, "three heads", whole=False, **options),
+    "mtp of qwen35": qwen35_world,
+    "mtp block of qwen35": lambda folder, **options: qwen35_world(folder, whole=False, **options),
+    "model": model_world,
+    "dflash": dflash_world,
 }
+#: Those whose tokens come with states, at positions without a gap. (Where positions have several axes, as in
+#: qwen35, a picture may lie between two tokens.)
+OF_PAIRS = ("eagle3", "mtp", "mtp block")

@@ -15,10 +15,12 @@ import numpy as np
 from conftest import EXACT as EXACT_ANYWHERE
 from numpy.typing import NDArray
 from tinies import drafters
+from tinies.blocks import write_dflash
+from tinies.qwen35 import Qwen35WithMtp
 from tiny import TinyGemma3, TinyLlama, copy_keys
 
 import llamatap as lt
-from reference import decoder, eagle3, mtp
+from reference import decoder, dflash, eagle3, mtp, mtp_qwen35
 
 #: Models as small as these gain nothing from threads, which wait for each other by spinning.
 EXACT: dict[str, Any] = {**EXACT_ANYWHERE, "n_threads": 1}
@@ -106,6 +108,33 @@ def _mtp_block(folder: Path, **options: Any) -> Pair:
     return Pair(tiny.write(folder / "target.gguf"), path, "mtp", oracle)
 
 
+def _qwen35_block(folder: Path) -> Pair:
+    tiny, block = TinyLlama(), Qwen35WithMtp(trunk=False)
+    weights = block.weights
+
+    def oracle(text: Sequence[int], n: int) -> tuple[list[int], NDArray[np.float64]]:
+        entering = tiny.entering(np.array(text[:-1], np.int32))
+        normed = decoder.forward(tiny.shape(), tiny.weights, entering)[1]
+        return mtp_qwen35.draft(text, normed, weights, block.shape(), n)
+
+    return Pair(tiny.write(folder / "target.gguf"), block.write(folder / "draft.gguf"), "mtp", oracle)
+
+
+def _dflash(folder: Path, **options: Any) -> Pair:
+    tiny = TinyLlama()
+    target = tiny.write(folder / "target.gguf")
+    path = write_dflash(folder / "draft.gguf", block_size=7, **options)
+    weights = dflash.Weights.read(path, target)
+
+    def oracle(text: Sequence[int], n: int) -> tuple[list[int], NDArray[np.float64]]:
+        states = states_of(tiny, text[:-1])
+        features = np.concatenate([states[layer] for layer in (1, 2, 3)], axis=1)
+        tokens, probabilities = dflash.draft(text, features, weights, n)
+        return tokens, np.array(probabilities)
+
+    return Pair(target, path, "dflash", oracle)
+
+
 def _model(folder: Path, draft: TinyLlama) -> Pair:
     def logits_after(text: Sequence[int]) -> NDArray[np.float64]:
         entering = draft.entering(np.array(text, np.int32))
@@ -138,7 +167,14 @@ PAIRS: dict[str, Callable[[Path], Pair]] = {
     "model": lambda folder: _model(folder, TinyLlama(seed=5, n_layer=2)),
     "model window": lambda folder: _model(folder, TinyGemma3(seed=6)),
     "model mimo2": _mimo2_model,
+    "mtp block of qwen35": _qwen35_block,
+    "dflash": _dflash,
+    "dflash causal": lambda folder: _dflash(folder, causal=True, own_embedding=False, own_head=False),
+    "dspark": lambda folder: _dflash(folder, markov=8, n_draft_vocab=100),
+    "dspark causal": lambda folder: _dflash(folder, markov=8, causal=True, anchor=False),
 }
+#: One of each way of drafting.
+EACH = ("eagle3", "mtp", "mtp 3 heads", "model", "dflash", "dspark")
 
 
 def add(batch: lt.Batch, entries: Iterable[Entry]) -> lt.Batch:
@@ -209,6 +245,7 @@ class Loop:
 DRAFTERS: dict[str, Callable[..., lt.Drafter]] = {
     "eagle3": lt.Eagle3Drafter,
     "mtp": lt.MtpDrafter,
+    "dflash": lt.DFlashDrafter,
     "model": lambda spec, **options: lt.ModelDrafter(spec.target, spec, **options),
 }
 

@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tinies import rigged
 from tinies.files import FILES
+from tiny import TinyLlama
 
 import llamatap as lt
 from llamatap.__main__ import main
@@ -204,3 +206,63 @@ def test_generate_says_what_is_wrong(
 ) -> None:
     assert main(["generate", str(cycle_model), "--prompt", "abc", *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+TEMPLATE = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}>"
+WAYS: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "greedy": ([], {}),
+    "drawn": (["--temperature", "0.8", "--seed", "5"], {"temperature": 0.8, "seed": 5}),
+    "another seed": (["--temperature", "0.8", "--seed", "6"], {"temperature": 0.8, "seed": 6}),
+    "top-k": (
+        ["--temperature", "0.8", "--seed", "5", "--top-k", "3"],
+        {"temperature": 0.8, "seed": 5, "top_k": 3},
+    ),
+    "top-p": (
+        ["--temperature", "0.8", "--seed", "5", "--top-p", "0.6"],
+        {"temperature": 0.8, "seed": 5, "top_p": 0.6},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("chat") / "tiny.gguf"
+    return TinyLlama().write(path, chat_template=TEMPLATE)
+
+
+def text_of(path: Path, prompt: str, **options: Any) -> str:
+    with lt.Model(path) as model:
+        tokens = model.tokenize(prompt)
+        with model.context(n_ctx=len(tokens) + 20) as context:
+            text: str = next(lt.generate(context, tokens, max_tokens=20, **options)).text
+    return text
+
+
+def test_generate_takes_its_settings(chatting: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = {}
+    for name, (arguments, options) in WAYS.items():
+        assert main(["generate", str(chatting), "--prompt", "Hi", "-n", "20", *arguments]) == 0
+        texts[name] = capsys.readouterr().out
+        assert texts[name] == text_of(chatting, "Hi", **options) + "\n", name
+    assert len(set(texts.values())) == len(WAYS)
+
+
+def test_generate_answers_a_message(chatting: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(chatting), "--chat", "Hi", "-n", "20"]) == 0
+    found = capsys.readouterr().out
+    assert found == text_of(chatting, "[user]Hi>") + "\n"
+    assert found != text_of(chatting, "Hi") + "\n"
+
+
+def test_generate_drafts_what_is_likely_enough(
+    cycle_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    f = rigged.cycle()
+    draft = rigged.write_rigged_eagle3(tmp_path / "eagle3.gguf", f, f, margin=3.0)
+    likely = rigged.probability(3.0)
+    for p_min, drafted in ((likely - 0.05, 6), (likely + 0.05, 0)):
+        command = ["generate", str(cycle_model), "--prompt", "abc", "-n", "9", "--drafter", str(draft)]
+        assert main([*command, "--n-max", "3", "--p-min", str(p_min), "--stats"]) == 0
+        done = capsys.readouterr()
+        assert done.out == "defghijkl\n"
+        assert f"drafted  {drafted} tokens, {drafted} accepted" in done.err

@@ -18,7 +18,7 @@ from tiny import TinyLlama
 
 import llamatap as lt
 
-KINDS = ["eagle3 d2t", "mtp", "mtp 3 heads", "model"]
+KINDS = ["eagle3 d2t", "mtp", "mtp 3 heads", "model", "dflash causal"]
 F = cycle()
 G = wrong_at(F, range(64))
 H = cycle(5)

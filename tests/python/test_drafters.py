@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drafting import PAIRS, Entry, Loop, Pair, assert_drafted, opened, random_text
+from drafting import EACH, PAIRS, Entry, Loop, Pair, assert_drafted, opened, random_text
 
 import llamatap as lt
 
@@ -32,7 +32,7 @@ def test_every_draft_of_a_loop_is_that_of_the_formulas(
             loop.verify(drafts, rng)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "mtp", "mtp 3 heads", "model"])
+@pytest.mark.parametrize("name", EACH)
 def test_after_a_draft_that_was_accepted_whole_the_next_is_that_of_a_fresh_context(
     name: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
@@ -70,7 +70,7 @@ ORDERS: dict[str, Callable[[list[Entry]], list[Entry]]] = {
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", ["eagle3 d2t", "mtp", "mtp block 3 heads", "model"])
+@pytest.mark.parametrize("name", ["eagle3 d2t", "mtp", "mtp block 3 heads", "model", "dflash", "dspark"])
 def test_the_order_of_a_batch_changes_no_draft(
     name: str, order: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
@@ -86,7 +86,7 @@ def test_the_order_of_a_batch_changes_no_draft(
             loop.verify(drafts, rng)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "mtp", "mtp 3 heads", "model"])
+@pytest.mark.parametrize("name", EACH)
 def test_a_prompt_in_chunks_is_the_prompt(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
     """More of it than waits for a first draft, and in ubatches that cut the chunks."""
     pair = PAIRS[name](tmp_path)
@@ -102,7 +102,7 @@ def test_a_prompt_in_chunks_is_the_prompt(name: str, tmp_path: Path, rng: np.ran
                 loop.verify(drafts, np.random.default_rng(8))
 
 
-@pytest.mark.parametrize("name", ["eagle3", "mtp", "mtp 3 heads", "model"])
+@pytest.mark.parametrize("name", EACH)
 def test_chunks_and_drafts_in_turn(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
     """As where another prompt is read while one sequence drafts: a part of it comes with each round."""
     pair = PAIRS[name](tmp_path)
@@ -156,7 +156,7 @@ def test_sequences_drafted_together_are_each_alone(
                 assert np.abs(draft.probs - others).max() < 1e-5
 
 
-@pytest.mark.parametrize("name", ["eagle3", "mtp", "mtp 3 heads", "model"])
+@pytest.mark.parametrize("name", EACH)
 def test_sequences_of_few_and_of_many_new_tokens_draft_together(
     name: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
@@ -173,7 +173,7 @@ def test_sequences_of_few_and_of_many_new_tokens_draft_together(
             loop.verify(drafts, rng)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "mtp", "mtp 3 heads", "model"])
+@pytest.mark.parametrize("name", EACH)
 def test_a_prompt_that_sequences_share(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
     pair = PAIRS[name](tmp_path)
     prompt = random_text(rng, 12)
@@ -190,7 +190,7 @@ def test_a_prompt_that_sequences_share(name: str, tmp_path: Path, rng: np.random
             loop.verify(drafts, rng)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "mtp", "mtp 3 heads", "model"])
+@pytest.mark.parametrize("name", EACH)
 def test_what_a_caller_may_do_between_drafts(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
     pair = PAIRS[name](tmp_path)
 
@@ -241,7 +241,7 @@ def test_what_a_caller_may_do_between_drafts(name: str, tmp_path: Path, rng: np.
         check()
 
 
-@pytest.mark.parametrize("name", ["eagle3", "mtp", "mtp 3 heads", "model"])
+@pytest.mark.parametrize("name", EACH)
 def test_a_text_of_one_token_has_a_draft(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
     """One that was decoded, and one that follows."""
     pair = PAIRS[name](tmp_path)
@@ -250,7 +250,7 @@ def test_a_text_of_one_token_has_a_draft(name: str, tmp_path: Path, rng: np.rand
         assert_drafted(loop.draft().get(0), pair.oracle, loop.texts[0], length_of(name))
 
 
-@pytest.mark.parametrize("name", ["eagle3", "mtp", "mtp 3 heads", "model"])
+@pytest.mark.parametrize("name", EACH)
 def test_drafts_end_where_the_drafts_context_does(
     name: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
@@ -281,7 +281,7 @@ def test_drafts_end_where_the_drafts_context_does(
         assert_drafted(loop.draft().get(0), pair.oracle, loop.texts[0], length_of(name))
 
 
-@pytest.mark.parametrize("name", ["eagle3", "mtp", "mtp 3 heads", "model"])
+@pytest.mark.parametrize("name", EACH)
 def test_sequences_that_do_not_fit_into_the_drafts_context_have_no_drafts(
     name: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:

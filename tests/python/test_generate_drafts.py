@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tinies import drafters
+from tinies.blocks import write_dflash
 from tiny import TinyLlama
 
 import llamatap as lt
@@ -32,6 +33,8 @@ class World:
     eagle3: Path
     mtp: Path
     chained: Path
+    dflash: Path
+    dspark: Path
     prompts: list[list[int]]
     expected: Mapping[str, list[list[int]]]
 
@@ -64,33 +67,43 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             drafters.write_eagle3(folder / "eagle3.gguf"),
             drafters.write_mtp_block(folder / "mtp.gguf", n_layer=tiny.n_layer),
             drafters.write_mtp_block(folder / "chained.gguf", n_layer=tiny.n_layer, n_nextn=3),
+            write_dflash(folder / "dflash.gguf"),
+            write_dflash(folder / "dspark.gguf", markov=8, n_draft_vocab=100),
             prompts,
             expected,
         )
 
 
-def beside(context: lt.Context, path: Path, *, as_model: bool = False) -> lt.SpeculativeContext:
-    return lt.SpeculativeContext(context, path, n_threads=1, n_ubatch=32, as_model=as_model)
+def beside(context: lt.Context, path: Path, **options: Any) -> lt.SpeculativeContext:
+    return lt.SpeculativeContext(context, path, **{"n_threads": 1, "n_ubatch": 32, **options})
 
 
 def ngram(world: World, context: lt.Context) -> lt.Drafter:
     return lt.NGramDrafter(3, 1, n_max=5)
 
 
-def near_model(world: World, context: lt.Context) -> lt.Drafter:
-    return lt.ModelDrafter(context, beside(context, world.near, as_model=True), n_max=4)
+def near_model(world: World, context: lt.Context, **options: Any) -> lt.Drafter:
+    return lt.ModelDrafter(context, beside(context, world.near, as_model=True, **options), n_max=4)
 
 
-def eagle3(world: World, context: lt.Context) -> lt.Drafter:
-    return lt.Eagle3Drafter(beside(context, world.eagle3), n_max=4)
+def eagle3(world: World, context: lt.Context, **options: Any) -> lt.Drafter:
+    return lt.Eagle3Drafter(beside(context, world.eagle3, **options), n_max=4)
 
 
-def mtp(world: World, context: lt.Context) -> lt.Drafter:
-    return lt.MtpDrafter(beside(context, world.mtp), n_max=3)
+def mtp(world: World, context: lt.Context, **options: Any) -> lt.Drafter:
+    return lt.MtpDrafter(beside(context, world.mtp, **options), n_max=3)
 
 
-def chained_mtp(world: World, context: lt.Context) -> lt.Drafter:
-    return lt.MtpDrafter(beside(context, world.chained), n_max=3)
+def chained_mtp(world: World, context: lt.Context, **options: Any) -> lt.Drafter:
+    return lt.MtpDrafter(beside(context, world.chained, **options), n_max=3)
+
+
+def dflash(world: World, context: lt.Context, **options: Any) -> lt.Drafter:
+    return lt.DFlashDrafter(beside(context, world.dflash, **options), n_max=4)
+
+
+def dspark(world: World, context: lt.Context, **options: Any) -> lt.Drafter:
+    return lt.DFlashDrafter(beside(context, world.dspark, **options), n_max=4)
 
 
 def nonsense(world: World, context: lt.Context) -> lt.Drafter:
@@ -111,7 +124,8 @@ def function(world: World, context: lt.Context) -> Callable[[NDArray[np.intc]], 
 
 #: Those of which some drafts are known to stand.
 SOME_STAND = (ngram, near_model, half_right, chain)
-KINDS = (ngram, near_model, eagle3, mtp, chained_mtp, nonsense, half_right, chain, function)
+OF_FILES = (near_model, eagle3, mtp, chained_mtp, dflash, dspark)
+KINDS = (ngram, *OF_FILES, nonsense, half_right, chain, function)
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
@@ -147,22 +161,14 @@ def test_tokens_are_those_without_a_drafter(kind: Any, sampling: str, world: Wor
         assert sum(stats.accepted_at) == stats.accepted
 
 
-@pytest.mark.parametrize("kind", [near_model, eagle3, mtp, chained_mtp], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", OF_FILES, ids=lambda kind: kind.__name__)
 def test_a_draft_context_of_another_size_changes_nothing(kind: Any, world: World) -> None:
     """Of more sequences than the target has; and of so few tokens that it fills up before the texts end."""
-    file, as_model = {
-        near_model: (world.near, True),
-        eagle3: (world.eagle3, False),
-        mtp: (world.mtp, False),
-        chained_mtp: (world.chained, False),
-    }[kind]
-    make: Any = lt.Eagle3Drafter if kind is eagle3 else lt.MtpDrafter
     prompts = [world.prompts[4] * 3, world.prompts[2]]
     expected = [by_hand(world.model, prompt, MAX_TOKENS) for prompt in prompts]
     with world.model.context(n_ctx=512, n_seq_max=2, **EXACT) as context:
         for options in ({"n_seq_max": 5}, {"n_ctx": 256}, {"n_ubatch": 1}, {"flash_attn": True}):
-            spec = lt.SpeculativeContext(context, file, n_threads=1, as_model=as_model, **options)
-            drafter = lt.ModelDrafter(context, spec) if as_model else make(spec)
+            drafter = kind(world, context, **options)
             found = lt.generate(context, prompts, drafter, max_tokens=MAX_TOKENS, ignore_eos=True)
             assert [one.tokens.tolist() for one in found] == expected
 

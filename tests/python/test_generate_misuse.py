@@ -314,6 +314,7 @@ def test_threads_that_fight_over_a_context_get_errors_of_ours(tiny_path: Path) -
         for thread in threads:
             thread.join()
         assert sum(done) == 3
+        assert texts
         assert all(text == expected for text in texts)
         context.memory.clear()
         World(model, context, expected).check()

@@ -17,8 +17,9 @@ import pytest
 from generating import EXACT, is_empty, nearly
 from numpy.typing import NDArray
 from tinies import rigged
+from tinies.blocks import write_rigged_dspark
 from tinies.rigged import cycle, wrong_at
-from tiny import TinyLlama
+from tiny import TinyLlama, TinyQwen35
 
 import llamatap as lt
 
@@ -114,8 +115,8 @@ class Drawing(lt.Drafter):
         return found
 
 
-def beside(context: lt.Context, path: Path, *, as_model: bool = False) -> lt.SpeculativeContext:
-    return lt.SpeculativeContext(context, path, n_threads=1, as_model=as_model)
+def beside(context: lt.Context, path: Path, **options: Any) -> lt.SpeculativeContext:
+    return lt.SpeculativeContext(context, path, n_threads=1, **options)
 
 
 def own(context: lt.Context, folder: Path) -> lt.Drafter:
@@ -140,7 +141,27 @@ def mtp(context: lt.Context, folder: Path) -> lt.Drafter:
     return lt.MtpDrafter(beside(context, path), n_max=3, temperature=0.8, seed=4)
 
 
-KINDS = (own, model, eagle3, mtp)
+def dspark(context: lt.Context, folder: Path) -> lt.Drafter:
+    """Draws each token of a block by itself, after the likeliest one before it."""
+    path = write_rigged_dspark(folder / "drafter.gguf", G, margin=MARGIN)
+    return lt.DFlashDrafter(beside(context, path, kv_unified=True), n_max=3, temperature=1, seed=4)
+
+
+def rigged_qwen35(path: Path) -> Path:
+    """Of the target's distribution, as its blocks add nothing to the stream; but they do have a state."""
+    model = TinyQwen35(n_vocab=N)
+    for name, values in model.weights.items():
+        if name.endswith(("attn_output.weight", "ssm_out.weight", "ffn_down.weight")):
+            values[:] = 0
+        elif name.endswith("norm.weight"):
+            values[:] = 1
+    model.weights["token_embd.weight"][:] = np.eye(N) * rigged.SIZE
+    model.weights["output.weight"][:] = 0
+    model.weights["output.weight"][F, np.arange(N)] = MARGIN / rigged.SIZE
+    return model.write(path, tokenizer=False)
+
+
+KINDS = (own, model, eagle3, mtp, dspark)
 CONTEXT: dict[str, Any] = {"n_ctx": 20 * 256, "n_seq_max": 20, "kv_unified": False, **EXACT}
 OPTIONS: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True}
 #: With 200 tokens each, 4000 draws; all at once, so that no two of them share a sequence and a position.
@@ -183,6 +204,22 @@ def test_texts_follow_the_target(
     if not rejection:
         plain = lt.generate(context, PROMPTS, max_tokens=200, seed=6, **OPTIONS)
         assert [one.tokens.tolist() for one in found] == [one.tokens.tolist() for one in plain]
+
+
+@pytest.mark.parametrize("n_rs_seq", [3, 0], ids=["taken back", "saved"])
+def test_texts_of_a_target_with_a_state_follow_it(n_rs_seq: int, tmp_path: Path) -> None:
+    with (
+        lt.Model(rigged_qwen35(tmp_path / "target.gguf")) as target,
+        target.context(**{**CONTEXT, "n_rs_seq": n_rs_seq}) as context,
+    ):
+        found = list(
+            lt.generate(context, PROMPTS, Drawing(3), max_tokens=120, seed=6, rejection=True, **OPTIONS)
+        )
+        assert is_empty(context)
+    rows = np.array(distances(found))
+    assert p_value(counted(rows.ravel()), target_distribution()) > 0.001
+    drafted = sum(one.stats.drafted for one in found)
+    assert 0.2 * drafted < sum(one.stats.accepted for one in found) < 0.8 * drafted
 
 
 def test_a_drafter_that_lies_changes_the_distribution(context: lt.Context) -> None:

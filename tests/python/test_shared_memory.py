@@ -8,7 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import EXACT
+from drafting import rewritten
+from generating import EXACT as ONE_THREAD
+from generating import SAMPLING, by_hand, seed_of
+from numpy.typing import NDArray
 from tinies.assistant import write_assistant
+from tinies.rigged import by_token, simulate
 from tiny import TinyGemma3, TinyLlama
 
 import llamatap as lt
@@ -16,6 +21,7 @@ from reference import decoder
 from reference.shared_memory import Assistant
 
 TARGET = TinyGemma3(n_layer=6)
+Array = NDArray[np.float32]
 
 
 @pytest.fixture(scope="module")
@@ -69,15 +75,80 @@ def test_drafts_of_several_sequences_are_the_formulas(
                 pending = {seq: [last[seq], *drafts[seq].tokens.tolist()] for seq in texts}
 
 
-def test_generation_is_the_same_with_it(target: Path, tmp_path: Path, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("kv_unified", [True, False])
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_generation_is_the_same_with_it(
+    sampling: str, kv_unified: bool, target: Path, tmp_path: Path, rng: np.random.Generator
+) -> None:
     path = write_assistant(tmp_path / "assistant.gguf")
     prompts = [rng.integers(3, 250, n).tolist() for n in (5, 40, 12)]
-    with lt.Model(target) as model, model.context(n_ctx=768, n_seq_max=2, **EXACT) as context:
-        drafter = lt.MtpDrafter(lt.SpeculativeContext(context, path), n_max=3)
-        plain = [one.tokens.tolist() for one in lt.generate(context, prompts, max_tokens=30)]
-        found = list(lt.generate(context, prompts, drafter, max_tokens=30))
-        assert [one.tokens.tolist() for one in found] == plain
-        assert all(one.stats.drafted > 30 for one in found)
+    options: dict[str, Any] = {"max_tokens": 30, "seed": 7, "ignore_eos": True, **SAMPLING[sampling]}
+    with lt.Model(target) as model:
+        expected = [
+            by_hand(model, prompt, 30, seed=seed_of(7, i), **SAMPLING[sampling])
+            for i, prompt in enumerate(prompts)
+        ]
+        with model.context(n_ctx=768, n_seq_max=2, kv_unified=kv_unified, **ONE_THREAD) as context:
+            drafter = lt.MtpDrafter(lt.SpeculativeContext(context, path), n_max=3)
+            for _ in range(2):
+                found = list(lt.generate(context, prompts, drafter, **options))
+                assert [one.tokens.tolist() for one in found] == expected
+    assert all(one.stats.drafted > 30 for one in found)
+
+
+SCRIPT = list(range(10, 50))
+
+
+def follow(table: dict[int, int], width: int, size: float) -> Array:
+    """A head for unit vectors: row table[t] has this size in the column of t's place in the script."""
+    head = np.zeros((259, width), np.float32)
+    for i, token in enumerate(SCRIPT):
+        head[table[token], i] += size
+    return head
+
+
+def write_rigged(folder: Path, right: dict[int, int], drafted: dict[int, int]) -> tuple[Path, Path]:
+    """A target that goes on after t with right[t], and blocks that draft drafted[t]."""
+    gemma = TinyGemma3(n_layer=6)
+    for name, values in gemma.weights.items():
+        if name.endswith(("attn_output.weight", "ffn_down.weight", "token_embd.weight")):
+            values[:] = 0
+        elif name.endswith("norm.weight"):
+            values[:] = 1
+    gemma.weights["token_embd.weight"][SCRIPT, range(len(SCRIPT))] = 1
+    gemma.weights["output.weight"][:] = follow(right, 64, 1.0)
+
+    def rig(tensors: dict[str, Any]) -> None:
+        for name, values in tensors.items():
+            if name.endswith(("attn_output.weight", "ffn_down.weight")):
+                values[:] = 0
+            elif name.endswith(("norm.weight", "scale.weight")):
+                values[:] = 1
+        width = len(tensors["output_norm.weight"])
+        tensors["token_embd.weight"] = follow(drafted, width, 1.0)
+        # Of the token's embedding and the state, the first.
+        tensors["nextn.pre_projection.weight"][:] = 0
+        tensors["nextn.pre_projection.weight"][range(width), range(width)] = 1
+
+    random = write_assistant(folder / "random.gguf")
+    return gemma.write(folder / "rigged.gguf"), rewritten(random, folder / "draft.gguf", rig)
+
+
+@pytest.mark.parametrize("wrong", [[], [12, 16, 20, 24, 40], SCRIPT], ids=len)
+def test_rigged_drafts_are_accepted_as_simulated(wrong: list[int], tmp_path: Path) -> None:
+    right = {token: SCRIPT[(i + 1) % len(SCRIPT)] for i, token in enumerate(SCRIPT)}
+    drafted = {t: SCRIPT[(SCRIPT.index(to) + 7) % 40] if t in wrong else to for t, to in right.items()}
+    f, g = ([table.get(token, 0) for token in range(259)] for table in (right, drafted))
+    prompts = [[10, 30, 12, 13], [20, 21], [45]]
+    path, draft = write_rigged(tmp_path, right, drafted)
+    with lt.Model(path) as model, model.context(n_ctx=512, n_seq_max=2, **ONE_THREAD) as context:
+        drafter = lt.MtpDrafter(lt.SpeculativeContext(context, draft), n_max=3)
+        found = lt.generate(context, prompts, drafter, max_tokens=30, ignore_eos=True)
+        for prompt, one in zip(prompts, found, strict=True):
+            expected = simulate(f, by_token(g), prompt, 3, 30)
+            assert one.tokens.tolist() == expected.tokens
+            assert one.stats.rounds == len(expected.rounds)
+            assert (one.stats.drafted, one.stats.accepted) == (expected.n_drafted, expected.n_accepted)
 
 
 def test_targets_without_such_a_memory_are_refused(target: Path, tmp_path: Path) -> None:

@@ -8,7 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import relative
-from draft_contexts import EAGLE3, MTP, WORLDS, N, World, beside, eagle3_world, mtp_world
+from draft_contexts import (
+    EAGLE3,
+    MTP,
+    QWEN35,
+    WORLDS,
+    N,
+    World,
+    beside,
+    eagle3_world,
+    mtp_world,
+    qwen35_world,
+)
 from drafting import EXACT, random_text
 from tinies import drafters
 from tiny import TinyGemma3, TinyLlama, TinyQwen3
@@ -70,7 +81,7 @@ def decode_in_parts(world: World, rng: np.random.Generator, head: int = 0) -> No
         outputs[-1] = True
         found = spec.decode(
             [tokens[seq][at] for at, seq in pairs],
-            np.stack([states[seq][at] for at, seq in pairs]),
+            world.given(np.stack([states[seq][at] for at, seq in pairs])),
             [at for at, _ in pairs],
             [seq for _, seq in pairs],
             outputs,
@@ -102,6 +113,26 @@ def test_mtp_decodes_what_the_formulas_say(
             decode_in_parts(world, rng, head)
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "block"])
+@pytest.mark.parametrize("name", QWEN35)
+def test_the_block_of_qwen35_decodes_what_the_formulas_say(
+    name: str, whole: bool, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """Its states are the target's after the last norm, and so are those that it gives."""
+    with qwen35_world(tmp_path, name, whole, n_ubatch=16) as world:
+        spec = world.spec
+        assert (spec.kind, spec.target_layers, spec.n_heads) == ("mtp", ("norm",), 1)
+        decode_in_parts(world, rng)
+
+
+@pytest.mark.parametrize("name", ["model", "dflash"])
+def test_tokens_without_states_decode_as_the_formulas_say(
+    name: str, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    with WORLDS[name](tmp_path, n_ubatch=16) as world:
+        decode_in_parts(world, rng)
+
+
 @pytest.mark.parametrize("name", WORLDS)
 def test_more_pairs_than_are_computed_at_once(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
     """In ubatches of 16 and engine calls of 512."""
@@ -109,10 +140,11 @@ def test_more_pairs_than_are_computed_at_once(name: str, tmp_path: Path, rng: np
         tokens, states = random_text(rng, 700), world.states(rng, 700)
         logits, after = world.formula(tokens, states, range(700), 0)
         some = np.arange(700) % 7 == 3
-        for outputs in (True, some):
+        for outputs, rows in ((True, slice(None)), (some, some)):
             world.spec.memory.clear()
-            found = world.spec.decode(tokens, states, range(700), 0, outputs, top_k=2, logits=True)
-            world.check(found, logits[outputs].reshape(-1, 259), after[outputs].reshape(-1, states.shape[1]))
+            given = world.given(states)
+            found = world.spec.decode(tokens, given, range(700), 0, outputs, top_k=2, logits=True)
+            world.check(found, logits[rows], after[rows])
 
 
 def test_heads_in_turn_see_their_own_keys(tmp_path: Path, rng: np.random.Generator) -> None:

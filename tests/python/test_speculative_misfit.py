@@ -12,7 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from draft_contexts import WORLDS, World, eagle3_world
+from draft_contexts import OF_PAIRS, WORLDS, World, eagle3_world
 from drafting import EXACT, rewritten
 from numpy.typing import NDArray
 from tinies import drafters, encoders, rigged
@@ -416,7 +416,7 @@ INVALID: dict[str, Callable[[World], Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=list(WORLDS))
+@pytest.fixture(scope="module", params=OF_PAIRS)
 def drafting_world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[World]:

@@ -83,6 +83,11 @@ class TinyLlama:
         }
 
     @property
+    def n_blocks(self) -> int:
+        """What the file has: those of the trunk, and others for other uses."""
+        return self.n_layer
+
+    @property
     def n_rotated(self) -> int:
         """How many values of a head of q and k turn with the position."""
         return self.head_width
@@ -103,7 +108,7 @@ class TinyLlama:
         """Write the GGUF file, with a tokenizer of single bytes unless told not to."""
         writer = gguf.GGUFWriter(path, self.arch)
         writer.add_name("tiny")
-        writer.add_block_count(self.n_layer)
+        writer.add_block_count(self.n_blocks)
         writer.add_context_length(self.n_ctx)
         writer.add_embedding_length(self.n_embd)
         writer.add_feed_forward_length(self.n_ff)

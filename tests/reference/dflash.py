@@ -77,7 +77,7 @@ def block_logits(
         return rms_norm(x, w[name], weights.eps)
 
     def heads(x: Array, name: str, count: int) -> Array:
-        return (x @ w[name].T).reshape(len(x), count, -1)
+        return (x @ w[name].T).reshape(len(x), count, len(w[name]) // count)
 
     fused = norm(features.astype(np.float64) @ w["fc.weight"].T, "enc.output_norm.weight")
     stream = w["token_embd.weight"][list(tokens)]

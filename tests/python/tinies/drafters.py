@@ -144,6 +144,7 @@ def write_eagle3(
     n_draft_vocab: int | None = None,
     norm_before_residual: bool = False,
     norm_before_fc: bool = False,
+    n_vocab: int = N_VOCAB,
     seed: int = 0,
 ) -> Path:
     """An EAGLE-3 drafter. All else being equal, what an option leaves out changes no other weight.
@@ -154,9 +155,10 @@ def write_eagle3(
     :param n_draft_vocab: rows of the head, with the target's ids, ascending, as d2t; None: a row for each
         token of the target, and no d2t. The head of a target has a row for each of its tokens, so without a
         head of its own the engine takes None or 259 only.
+    :param n_vocab: tokens of the target; the first of those that it has otherwise.
     """
     drawn = np.random.default_rng([seed, 1])
-    rows = N_VOCAB if n_draft_vocab is None else n_draft_vocab
+    rows = n_vocab if n_draft_vocab is None else n_draft_vocab
     q, kv, block = N_HEAD * HEAD_WIDTH, N_HEAD_KV * HEAD_WIDTH, "blk.0."
     features = n_embd_target * len(target_layers)
     shapes: Shapes = {
@@ -171,7 +173,7 @@ def write_eagle3(
         **feed_forward(block, n_embd, N_FF),
         **norm("output_norm", n_embd),
         **norm("enc.output_norm", features),
-        "token_embd.weight": (N_VOCAB, n_embd),
+        "token_embd.weight": (n_vocab, n_embd),
         "output.weight": (rows, n_embd),
     }
     tensors = _draw(seed, shapes)
@@ -186,7 +188,7 @@ def write_eagle3(
     }
     tensors = _without(tensors, (name for name, keep in kept.items() if not keep))
     if n_draft_vocab is not None:
-        ids = drawn.choice(N_VOCAB, n_draft_vocab, replace=False).astype(np.int64)
+        ids = drawn.choice(n_vocab, n_draft_vocab, replace=False).astype(np.int64)
         tensors["d2t"] = np.sort(ids)
     keys: dict[str, Value] = {
         **decoder_keys(1, n_embd, N_FF, N_HEAD_KV, ROPE_BASE),
@@ -195,7 +197,7 @@ def write_eagle3(
         "norm_before_residual": norm_before_residual,
         "norm_before_fc": norm_before_fc,
     }
-    return write_file(path, "eagle3", keys, tensors)
+    return write_file(path, "eagle3", keys, tensors, Vocabulary(BYTES.tokens[:n_vocab]))
 
 
 HeadNorm: TypeAlias = Literal["shared", "layer", "trunk"]
