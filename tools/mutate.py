@@ -300,7 +300,8 @@ def first_failure(tests: str) -> str | None:
     result = run([str(PYTHON), "-m", "pytest", "-x", "-q", "--tb=no", *tests.split()])
     for line in result.stdout.splitlines():
         if line.startswith(("FAILED ", "ERROR ")):
-            return line.split()[1].removeprefix("tests/python/")
+            # "FAILED name - reason", where a name may hold spaces.
+            return line.partition(" ")[2].partition(" - ")[0].removeprefix("tests/python/")
     # An abort leaves no summary.
     return f"{tests} (signal {-result.returncode})" if result.returncode < 0 else None
 
