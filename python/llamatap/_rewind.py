@@ -16,7 +16,7 @@ class Rewind:
     def __init__(self, context: Context) -> None:
         self.context = context
         #: The most rows that the engine computes in one go.
-        self.most_rows = min(context.n_ubatch, context.n_outputs_max or context.n_ubatch)
+        self.most_rows = min(context.n_ubatch, context.n_batch, context.n_outputs_max or context.n_ubatch)
 
     def longest(self, n: int) -> int:
         """How long drafts may be that shall have ``n`` tokens."""
@@ -37,6 +37,9 @@ class Rewind:
 class _Windows(Rewind):
     """Sliding windows in one memory for all. A ubatch may take the places of tokens that no window reaches
     any more, of any sequence: what stands of a draft must be known before the next ubatch."""
+
+    def longest(self, n: int) -> int:
+        return min(n, self.most_rows - 1)
 
     def parts(self, sequences: list[Prompt]) -> list[list[Prompt]]:
         parts: list[list[Prompt]] = []
