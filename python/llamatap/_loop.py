@@ -12,11 +12,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap._check import integer
 from llamatap._native import _core, flush_log
 from llamatap._text import TextStream
 from llamatap.context import Batch, Context
-from llamatap.drafters import Draft, Drafter, DraftRequest, new_length, reset_all
+from llamatap.drafters import Draft, Drafter, DraftRequest, most_tokens, new_length, reset_all
 from llamatap.errors import BusyError, EngineError, InvalidInputError
 from llamatap.generation import Event, FinishReason, Generation, Stats, TokenLogprobs
 from llamatap.layers import LayerId
@@ -113,8 +112,7 @@ class Loop:
         self.live: list[Prompt] = []
         self.free = list(range(context.n_seq_max))[::-1]
         self.length = None if drafter is None else new_length(drafter)
-        n_max = 0 if drafter is None else drafter.n_max
-        self.n_max = 0 if n_max == "auto" else integer("the drafter's n_max", n_max, 0)
+        self.n_max = 0 if drafter is None else most_tokens(drafter)
         needed = () if drafter is None else drafter.target_layers
         wanted = () if options.states is None else options.layers
         self.layers = tuple(dict.fromkeys((*needed, *wanted)))

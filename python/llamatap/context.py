@@ -244,7 +244,7 @@ class Context(NotCopied):
         self.n_seq_max = integer("n_seq_max", n_seq_max, 1)
         self.n_rs_seq = integer("n_rs_seq", n_rs_seq, 0)
         self.n_outputs_max = integer("n_outputs_max", n_outputs_max, 0)
-        threads = thread_count(n_threads)
+        self.n_threads = thread_count(n_threads)
         # The model's own object may be closed before this one is.
         self._loaded = model.native
         self._n_layer = model.n_layer
@@ -257,7 +257,7 @@ class Context(NotCopied):
                 n_seq_max=self.n_seq_max,
                 n_rs_seq=self.n_rs_seq,
                 n_outputs_max=self.n_outputs_max,
-                n_threads=threads,
+                n_threads=self.n_threads,
                 type_k=type_k,
                 type_v=type_v,
                 flash_attention=-1 if flash_attn is None else int(flag("flash_attn", flash_attn)),

@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 import llamatap as lt
+from llamatap.draft_length import DraftLength
 
 LONGEST = 8
 #: The seconds of a round with a draft of this length.
@@ -24,7 +25,7 @@ def rates(shares: Shares, cost: Cost) -> NDArray[np.float64]:
 
 
 def rounds(
-    length: lt.DraftLength,
+    length: DraftLength,
     shares: Shares,
     cost: Cost,
     count: int,
@@ -75,7 +76,7 @@ WORTH = 0.93
 def test_the_best_length_is_chosen(case: str, seed: int) -> None:
     shares, cost, best = CLEAR[case]
     assert rates(shares, cost).argmax() == best
-    chosen = rounds(lt.DraftLength(LONGEST), shares, cost, 600, np.random.default_rng(seed))
+    chosen = rounds(DraftLength(LONGEST), shares, cost, 600, np.random.default_rng(seed))
     assert (chosen[200:] == best).mean() >= 0.9
 
 
@@ -86,7 +87,7 @@ def test_what_is_chosen_is_worth_nearly_as_much_as_the_best(case: str, noise: fl
     shares, cost = (CLEAR | FLAT)[case][:2]
     known = rates(shares, cost)
     for seed in range(8):
-        chosen = rounds(lt.DraftLength(LONGEST), shares, cost, 500, np.random.default_rng(seed), noise)[200:]
+        chosen = rounds(DraftLength(LONGEST), shares, cost, 500, np.random.default_rng(seed), noise)[200:]
         assert known[chosen].mean() > WORTH * known.max(), f"seed {seed}: {np.bincount(chosen)}"
 
 
@@ -101,7 +102,7 @@ def test_it_follows_when_acceptance_changes(before: float, after: float, slope: 
     known = rates([after] * 8, cost)
     for seed in range(5):
         rng = np.random.default_rng(seed)
-        length = lt.DraftLength(LONGEST)
+        length = DraftLength(LONGEST)
         rounds(length, [before] * 8, cost, 300, rng)
         chosen = rounds(length, [after] * 8, cost, 300, rng)[150:]
         assert known[chosen].mean() > WORTH * known.max(), f"seed {seed}: {np.bincount(chosen)}"
@@ -111,7 +112,7 @@ def test_it_follows_when_drafts_become_dear() -> None:
     """As when other sequences come, so that a batch is full without drafts."""
     for seed in range(5):
         rng = np.random.default_rng(seed)
-        length = lt.DraftLength(LONGEST)
+        length = DraftLength(LONGEST)
         rounds(length, [0.7] * 8, lambda n: 1 + 0.02 * n, 200, rng)
         chosen = rounds(length, [0.7] * 8, lambda n: 1 + 1.0 * n, 300, rng)[150:]
         assert (chosen == 0).mean() >= 0.9
@@ -122,7 +123,7 @@ def test_it_follows_when_drafts_become_dear() -> None:
 
 
 def test_estimates_are_shares_and_medians() -> None:
-    length = lt.DraftLength(3)
+    length = DraftLength(3)
     for _ in range(2000):
         length.observe(3, 1)
         length.measure(3, 2.0)
@@ -141,7 +142,7 @@ def test_estimates_are_shares_and_medians() -> None:
 
 
 def test_nothing_known_means_the_longest() -> None:
-    length = lt.DraftLength(5)
+    length = DraftLength(5)
     assert length.best() == 5
     assert length.seconds(2) is None
     assert {length.choose() for _ in range(8)} == {5, 0, 1, 2}
@@ -149,7 +150,7 @@ def test_nothing_known_means_the_longest() -> None:
 
 @pytest.mark.parametrize("longest", [1, 2, 3])
 def test_short_longest_lengths(longest: int) -> None:
-    length = lt.DraftLength(longest)
+    length = DraftLength(longest)
     rng = np.random.default_rng(1)
     chosen = rounds(length, [0.9] * longest, lambda n: 1 + 0.01 * n, 300, rng)
     assert set(chosen) <= set(range(longest + 1))
@@ -157,7 +158,7 @@ def test_short_longest_lengths(longest: int) -> None:
 
 
 def test_odd_measurements_raise_nothing() -> None:
-    length = lt.DraftLength(4)
+    length = DraftLength(4)
     for drafted, accepted, seconds in ((0, 0, 0.0), (9, 9, 0.0), (2, 0, 1e9), (4, 4, 1e-12), (1, 1, 0.0)):
         length.observe(drafted, accepted)
         length.measure(drafted, seconds)
@@ -169,4 +170,4 @@ def test_odd_measurements_raise_nothing() -> None:
 @pytest.mark.parametrize("longest", [0, -1, 1.5, "8", None, True])
 def test_wrong_longest_lengths_raise(longest: Any) -> None:
     with pytest.raises(lt.InvalidInputError):
-        lt.DraftLength(longest)
+        DraftLength(longest)
