@@ -3,94 +3,77 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llamatap._native import _core, flush_log
-from llamatap._text import TextStream
+from llamatap._rewind import rewind_of
+from llamatap._sequence import NO_DRAFT, Options, Prompt
 from llamatap.context import Batch, Context
-from llamatap.drafters import Draft, Drafter, DraftRequest, most_tokens, new_length, reset_all
+from llamatap.drafters import (
+    Draft,
+    Drafter,
+    DraftRequest,
+    leaves,
+    most_tokens,
+    new_length,
+    reset_all,
+    specs_of,
+)
 from llamatap.errors import BusyError, EngineError, InvalidInputError
-from llamatap.generation import Event, FinishReason, Generation, Stats, TokenLogprobs
-from llamatap.layers import LayerId
+from llamatap.generation import Event, TokenLogprobs
 from llamatap.model import token_array
-from llamatap.sampler import Sampler
 from llamatap.states import States
 
-__all__ = ["Loop", "Options", "Prompt", "check_empty"]
+__all__ = ["Loop", "check_free"]
 
-_NO_TOKENS: NDArray[np.int32] = np.zeros(0, np.int32)
+_logger = logging.getLogger("llamatap")
 
-
-@dataclass(frozen=True)
-class Options:
-    max_tokens: int
-    stop: tuple[str, ...]
-    stop_tokens: tuple[int, ...]
-    ignore_eos: bool
-    logprobs: int | None
-    states: Literal["last", "full"] | None
-    layers: tuple[LayerId, ...]
-    rejection: bool
+#: The loop that a drafter is in use by, by the drafter's id.
+_loops: dict[int, object] = {}
 
 
-class Prompt:
-    """A prompt and what was generated after it."""
-
-    def __init__(
-        self, index: int, prompt: NDArray[np.int32], sampler: Sampler, text: TextStream, capacity: int
-    ) -> None:
-        self.index = index
-        self.prompt = prompt
-        self.sampler = sampler
-        self.text = text
-        #: Places in the target's memory that it may take.
-        self.capacity = capacity
-        self.seq = -1
-        self.tokens: list[int] = []
-        self.pieces: list[str] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.rows: list[NDArray[np.float32]] = []
-        self.stats = Stats(prompt_tokens=len(prompt))
-        #: Where the newest token is, or will be: the target has decoded all before it.
-        self.position = 0
-        self.draft = Draft(_NO_TOKENS)
-        self.first_row = 0
-        self.n_rows = 0
-        self.n_given = 0  # events
-        self.finish_reason: FinishReason | None = None
-        self.cancelled = False
-        #: Whether a pass of the target has seen the newest token.
-        self.last_is_computed = False
-
-    @property
-    def fresh(self) -> bool:
-        return self.position == 0
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
-def check_empty(context: Context) -> None:
-    """The context's memory holds nothing, and no generation has it for itself.
+def check_free(context: Context, drafter: Drafter | None) -> None:
+    """The context's memory holds nothing, and no generation has it or the drafter for itself.
 
     :raises InvalidInputError: it holds tokens.
     :raises BusyError: a generation is going on.
     """
     if context.generation is not None:
         raise BusyError("another generation is going on in this context; it must end first")
+    if drafter is not None and any(id(one) in _loops for one in leaves(drafter)):
+        raise BusyError("the drafter is in use by another generation; give each one of its own")
     for seq in range(context.n_seq_max):
         if context.native.memory_last(seq) >= 0:
             raise InvalidInputError(
                 f"sequence {seq} of the context holds tokens; generation needs an empty memory "
                 "(memory.clear())"
             )
+
+
+def _tidying(
+    action: Callable[[], object],
+) -> Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]:
+    """`action` for the end of a ``with`` block. What it raises does not replace what ended the block."""
+
+    def tidy(
+        kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            action()
+        except Exception as other:
+            if error is None or isinstance(error, GeneratorExit):
+                raise
+            _logger.warning("after %r a generation could not be tidied up: %r", error, other)
+
+    return tidy
 
 
 class Loop:
@@ -110,61 +93,110 @@ class Loop:
         self.waiting = deque(waiting)
         self.room = room
         self.live: list[Prompt] = []
-        self.free = list(range(context.n_seq_max))[::-1]
+        specs = [] if drafter is None else specs_of(drafter)
+        n_seqs = min([context.n_seq_max, *(spec.n_seq_max for spec in specs)])
+        self.free = list(range(n_seqs))[::-1]
         self.length = None if drafter is None else new_length(drafter)
         self.n_max = 0 if drafter is None else most_tokens(drafter)
         needed = () if drafter is None else drafter.target_layers
         wanted = () if options.states is None else options.layers
         self.layers = tuple(dict.fromkeys((*needed, *wanted)))
         self.columns = [self.layers.index(layer) for layer in wanted]
-        model = context._loaded
-        self.n_swa = model.n_swa
-        #: Whether the memory can give up the end of a sequence: always, for as many tokens, or never.
-        self.rewinds: Literal["any", "some", "none"] = "any"
-        if model.is_recurrent or model.is_hybrid:
-            self.rewinds = "some" if context.n_rs_seq > 0 else "none"
-        elif not context.swa_full and self.n_swa > 0:
-            self.rewinds = "none"
+        #: Drafters need the states of all entries; states of the text are those of outputs.
+        self.rows: Literal["all", "outputs"] = "all" if needed else "outputs"
+        self.rewind = rewind_of(context)
+        self.now = 0.0
 
     def events(self) -> Generator[Event, None, None]:
-        check_empty(self.context)
-        with self.context.lock:
-            if self.context.generation is not None:
-                raise BusyError("another generation is going on in this context; it must end first")
-            self.context.generation = self
-        try:
-            if not self.layers:
-                yield from self._rounds()
-            else:
-                with self.context.tap(self.layers, rows="all"):
-                    yield from self._rounds()
-        finally:
-            left, self.live = self.live, []
-            for sequence in left:
-                if not self.context.closed:
-                    # After a failure inside of the engine there is nothing left to tidy.
-                    with contextlib.suppress(EngineError):
-                        self.context.native.memory_remove(sequence.seq, -1, -1)
-            self.context.generation = None
-            flush_log()
-            if self.drafter is not None:
-                reset_all([self.drafter], [one.seq for one in left])
+        check_free(self.context, self.drafter)
+        events: Sequence[Event] = ()
+        with self._held():
+            for events in self._rounds():
+                # The last ones come when all is given back.
+                if not self.live and not self.waiting:
+                    break
+                yield from events
+        yield from events
 
-    def _rounds(self) -> Iterator[Event]:
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        """Have the context and the drafter for oneself, and a tap open where states are needed."""
+        with contextlib.ExitStack() as held:
+            held.push(_tidying(flush_log))
+            held.callback(self._let_go)
+            with self.context.lock:
+                if self.context.generation is not None:
+                    raise BusyError("another generation is going on in this context; it must end first")
+                self.context.generation = self
+            for one in () if self.drafter is None else leaves(self.drafter):
+                if _loops.setdefault(id(one), self) is not self:
+                    raise BusyError("the drafter is in use by another generation; give each one of its own")
+            held.push(_tidying(self._forget))
+            held.push(_tidying(self._clear))
+            if self.layers:
+                held.enter_context(self.context.tap(self.layers, rows=self.rows))
+            yield
+
+    def _let_go(self) -> None:
+        if self.context.generation is self:
+            self.context.generation = None
+        for one in () if self.drafter is None else leaves(self.drafter):
+            if _loops.get(id(one)) is self:
+                del _loops[id(one)]
+
+    def _clear(self) -> None:
+        with contextlib.ExitStack() as all_of_them:
+            for sequence in self.live:
+                all_of_them.callback(self._remove, sequence.seq)
+
+    def _remove(self, seq: int) -> None:
+        # After a failure inside of the engine there is nothing left to tidy.
+        with contextlib.suppress(EngineError):
+            if not self.context.closed:
+                self.context.native.memory_remove(seq, -1, -1)
+
+    def _forget(self) -> None:
+        if self.drafter is not None:
+            reset_all([self.drafter], [one.seq for one in self.live])
+
+    def _spent(self, phase: Literal["target", "draft", "sampling"], *sequences: Prompt) -> None:
+        """The seconds since the last call were spent on these sequences, by their entries in the pass."""
+        before, self.now = self.now, time.perf_counter()
+        n_rows = sum(one.n_rows for one in sequences)
+        for one in sequences:
+            seconds = (self.now - before) * (one.n_rows / n_rows if n_rows else 1 / len(sequences))
+            name = f"{phase}_seconds"
+            setattr(one.stats, name, getattr(one.stats, name) + seconds)
+
+    def _rounds(self) -> Iterator[list[Event]]:
+        """The events of each round."""
         while self.waiting or self.live:
-            self._admit()
-            started = time.perf_counter()
-            n_drafted = self._draft()
-            for part in self._parts():
-                self._pass(part)
-            if self.length is not None and not any(one.stats.rounds == 0 for one in self.live):
-                self.length.measure(n_drafted, time.perf_counter() - started)
-            for sequence in list(self.live):
-                if sequence.finish_reason is None and sequence.cancelled:
+            # Since the last round the time was the caller's.
+            self.now = started = time.perf_counter()
+            cancelled = [one for one in self.live if one.cancelled.is_set()]
+            if cancelled:
+                for sequence in cancelled:
                     sequence.finish_reason = "cancelled"
-                if sequence.finish_reason is not None:
-                    self._finish(sequence)
-                yield from self._new_events(sequence)
+                yield self._new_events(cancelled)
+                continue
+            self._admit()
+            feeding = any(one.feeding for one in self.live)
+            n_drafted = self._draft(feeding)
+            self._feed()
+            for part in self.rewind.parts([one for one in self.live if one.n_rows > 0]):
+                self._pass(part)
+            if self.length is not None and not feeding:
+                self.length.measure(n_drafted, self.now - started, len(self.live))
+            yield self._new_events(list(self.live))
+
+    def _new_events(self, sequences: Iterable[Prompt]) -> list[Event]:
+        events: list[Event] = []
+        for sequence in sequences:
+            if sequence.finish_reason is not None:
+                self._finish(sequence)
+            events += sequence.new_events(self.context, self.options)
+            self._spent("sampling", sequence)
+        return events
 
     def _admit(self) -> None:
         """Let prompts in while there are sequence ids and room for all that they may become."""
@@ -177,24 +209,32 @@ class Loop:
             self.waiting.popleft()
             sequence.seq = self.free.pop()
             self.live.append(sequence)
+            if self.drafter is not None:
+                # It may know something of the sequence from before.
+                self.drafter.reset(sequence.seq)
 
-    def _draft(self) -> int:
+    def _draft(self, feeding: bool) -> int:
         """Ask for drafts. Returns how many tokens a sequence got, on average."""
         drafter = self.drafter
         for sequence in self.live:
-            sequence.draft = Draft(_NO_TOKENS)
+            sequence.draft = NO_DRAFT
         if drafter is None:
             return 0
         rooms = {
             one.seq: min(self.options.max_tokens - len(one.tokens), one.capacity - one.position) - 1
             for one in self.live
-            if not one.fresh
+            if not one.feeding
         }
         if not any(room > 0 for room in rooms.values()):
             return 0
-        longest = self.length.choose() if self.length is not None else self.n_max
-        if self.rewinds == "some":
-            longest = min(longest, self.context.n_rs_seq, self._most_rows - 1)
+        if self.length is None:
+            longest = self.n_max
+        elif feeding:
+            # A round that is not measured is none to try another length in.
+            longest = self.length.best(len(self.live))
+        else:
+            longest = self.length.choose(len(self.live))
+        longest = self.rewind.longest(longest)
         requests = {
             one.seq: DraftRequest(
                 one.tokens[-1], one.position, min(longest, rooms[one.seq]), one.sampler.seed
@@ -204,120 +244,87 @@ class Loop:
         }
         if not requests:
             return 0
-        started = time.perf_counter()
+        drafting = [one for one in self.live if one.seq in requests]
+        for sequence in drafting:
+            sequence.n_rows = 1
+        self._spent("target", *drafting)
         drafts = drafter.draft(requests)
         if not isinstance(drafts, Mapping):
             raise InvalidInputError(
                 f"a drafter gives a dict of drafts by sequence id, not {type(drafts).__name__}"
             )
-        seconds = time.perf_counter() - started
-        drafting = [one for one in self.live if one.seq in requests]
         total = 0
         for sequence in drafting:
-            sequence.stats.draft_seconds += seconds / len(drafting)
             draft = drafts.get(sequence.seq)
             if draft is None:
                 continue
             sequence.draft = self._checked(draft, requests[sequence.seq].n_max)
             total += len(sequence.draft.tokens)
+        self._spent("draft", *drafting)
         return round(total / len(drafting))
 
     def _checked(self, draft: object, n_max: int) -> Draft:
         if not isinstance(draft, Draft):
             raise InvalidInputError(f"a drafter gives llamatap.Draft objects, not {type(draft).__name__}")
-        tokens = token_array(draft.tokens)[:n_max]
+        tokens = token_array(draft.tokens)
         n_vocab = self.context._loaded.n_vocab
+        distributions = None
+        if self.options.rejection and len(tokens):
+            distributions = _distributions(draft, len(tokens), n_vocab)[:n_max]
+        tokens = tokens[:n_max]
         if len(tokens) and not (tokens.min() >= 0 and tokens.max() < n_vocab):
             raise InvalidInputError(f"drafted token ids must be in 0..{n_vocab - 1}; found {tokens.tolist()}")
-        distributions = draft.distributions
-        if not self.options.rejection:
-            return Draft(tokens)
-        if len(tokens) and distributions is None:
-            raise InvalidInputError(
-                "rejection=True needs drafts with the distributions that they were drawn from; make the "
-                "drafter with a temperature above 0"
-            )
-        if distributions is not None:
-            try:
-                distributions = np.ascontiguousarray(distributions, np.float32)[:n_max]
-            except (TypeError, ValueError) as error:
-                raise InvalidInputError(f"distributions must be a float32 matrix: {error}") from None
         return Draft(tokens, None, distributions)
 
-    @property
-    def _most_rows(self) -> int:
-        """The most rows that the engine computes in one go."""
-        return min(self.context.n_ubatch, self.context.n_outputs_max or self.context.n_ubatch)
-
-    def _parts(self) -> list[list[Prompt]]:
-        """The sequences of each pass: all in one, but where the memory gives up only what the last ubatch
-        brought. The engine cuts sequences of different length, or many of them, into several."""
-        if self.context.kv_unified and self.n_swa > 0 and self.rewinds == "any":
-            return self._parts_of_windows()
-        if self.rewinds != "some":
-            return [self.live]
-        lengths = {len(one.draft.tokens) for one in self.live}
-        n_rows = (1 + max(lengths)) * len(self.live)
-        if lengths == {0} or (len(lengths) == 1 and n_rows <= self._most_rows):
-            return [self.live]
-        return [[one] for one in self.live]
-
-    def _parts_of_windows(self) -> list[list[Prompt]]:
-        """A ubatch may take the places of tokens that no window reaches any more, of any sequence: what
-        stands of a draft must be known before the next ubatch."""
-        parts: list[list[Prompt]] = []
-        n_rows = 0
-        for one in sorted(self.live, key=lambda one: one.fresh):
-            n_own = len(one.prompt) if one.fresh else 1 + len(one.draft.tokens)
-            is_same = parts and one.fresh == parts[-1][0].fresh and n_rows + n_own <= self._most_rows
-            if not is_same:
-                parts.append([])
-                n_rows = 0
-            parts[-1].append(one)
-            n_rows += n_own
-        return parts
+    def _feed(self) -> None:
+        """What enters the next pass: of prompts, as much as one engine call takes with all others' tokens."""
+        for sequence in self.live:
+            sequence.n_rows = 0 if sequence.feeding else 1 + len(sequence.draft.tokens)
+        n_batch = self.context.n_batch
+        left = max(n_batch - sum(one.n_rows for one in self.live), min(self.context.n_ubatch, n_batch))
+        for sequence in self.live:
+            if sequence.feeding:
+                sequence.n_rows = min(len(sequence.prompt) - sequence.fed, left)
+                left -= sequence.n_rows
 
     def _pass(self, sequences: Sequence[Prompt]) -> None:
         """One decode of the target, and what follows from it."""
         batch = Batch()
-        saved: dict[int, bytes] = {}
+        n_outputs = 0
+        self.rewind.before(sequences)
         for sequence in sequences:
-            if sequence.fresh:
-                for position, token in enumerate(sequence.prompt.tolist()):
-                    batch.add(token, position, sequence.seq, position + 1 == len(sequence.prompt))
+            sequence.first_row, sequence.first_output = len(batch), n_outputs
+            if sequence.feeding:
+                begin, n_prompt = sequence.fed, len(sequence.prompt)
+                sequence.fed += sequence.n_rows
+                for position, token in enumerate(sequence.prompt[begin : sequence.fed].tolist(), begin):
+                    batch.add(token, position, sequence.seq, position + 1 == n_prompt)
                 sequence.first_row = len(batch) - 1
-                sequence.n_rows = len(sequence.prompt)
+                n_outputs += not sequence.feeding
                 continue
-            sequence.first_row = len(batch)
-            sequence.n_rows = 1 + len(sequence.draft.tokens)
             batch.add(sequence.tokens[-1], sequence.position, sequence.seq, True)
             for i, token in enumerate(sequence.draft.tokens.tolist(), 1):
                 batch.add(token, sequence.position + i, sequence.seq, True)
-            if self.rewinds == "none" and sequence.n_rows > 1:
-                saved[sequence.seq] = self.context.native.save(sequence.seq)
-        started = time.perf_counter()
-        self.context.decode(batch)
-        decoded = time.perf_counter()
+            n_outputs += sequence.n_rows
+        self.context._decode(batch)
+        self._spent("target", *sequences)
         if self.drafter is not None:
             self.drafter.process(batch)
-        processed = time.perf_counter()
-        for sequence in sequences:
-            share = sequence.n_rows / len(batch)
-            sequence.stats.target_seconds += (decoded - started) * share
-            sequence.stats.draft_seconds += (processed - decoded) * share
+            self._spent("draft", *sequences)
         states = self.context.tapped
         taken_back = []
         for sequence in sequences:
+            if sequence.feeding:
+                continue
             n_accepted = self._verify(sequence, states)
             if n_accepted < len(sequence.draft.tokens):
                 taken_back.append((sequence, n_accepted))
         for sequence, n_accepted in taken_back:
-            self._take_back(sequence, n_accepted, saved.get(sequence.seq))
+            self._take_back(sequence, n_accepted)
 
     def _verify(self, sequence: Prompt, states: States | None) -> int:
         """Choose the next tokens. Returns how many drafted ones the target has as it should."""
-        started = time.perf_counter()
-        was_fresh = sequence.fresh
+        was_prompt = not sequence.tokens
         draft = sequence.draft.tokens
         tokens, n_accepted = _core.verify(
             self.context.native,
@@ -328,7 +335,7 @@ class Loop:
             not self.options.ignore_eos,
             list(self.options.stop_tokens),
         )
-        if was_fresh:
+        if was_prompt:
             sequence.position = len(sequence.prompt)
         else:
             sequence.position += len(tokens) if len(tokens) == n_accepted else n_accepted + 1
@@ -336,26 +343,30 @@ class Loop:
         for i, token in enumerate(tokens):
             sequence.tokens.append(token)
             if self.options.logprobs is not None:
-                sequence.logprobs.append(self._logprobs(sequence.first_row + i, token))
+                logits = self.context.logits(sequence.first_row + i)
+                sequence.logprobs.append(_logprobs(logits, token, self.options.logprobs))
             if self._ends(sequence, token):
                 break
         n_new = len(sequence.tokens) - before
         sequence.stats.tokens = len(sequence.tokens)
-        sequence.stats.sampling_seconds += time.perf_counter() - started
-        if not was_fresh:
+        self._spent("sampling", sequence)
+        if not was_prompt:
             n_stood = min(n_accepted, n_new)
             sequence.last_is_computed = n_new <= n_accepted
-            sequence.stats.count(len(draft), n_stood)
-            if self.length is not None and len(draft):
-                self.length.observe(len(draft), n_stood)
+            # A text that ends inside of a draft says nothing of the tokens after.
+            n_tried = n_stood if sequence.last_is_computed else len(draft)
+            sequence.stats.count(n_tried, n_stood)
+            if self.length is not None and n_tried:
+                self.length.observe(n_tried, n_stood)
             if self.options.states is not None and states is not None:
                 # The rows of this pass are of the newest token before it, and of what was accepted.
-                first = sequence.first_row
+                first = sequence.first_row if self.rows == "all" else sequence.first_output
                 rows = states.array[first : first + n_stood + 1, self.columns].copy()
-                keep = slice(None) if self.options.states == "full" else slice(-1, None)
-                sequence.rows = [*(sequence.rows if self.options.states == "full" else []), *rows[keep]]
+                sequence.keep_rows(rows, self.options)
+                self._spent("target", sequence)
             if self.drafter is not None:
                 self.drafter.accept(sequence.seq, n_accepted)
+                self._spent("draft", sequence)
         if sequence.finish_reason is None and sequence.position >= sequence.capacity:
             sequence.finish_reason = "context"
         return n_accepted
@@ -372,36 +383,10 @@ class Loop:
             sequence.finish_reason = "length"
         return sequence.finish_reason is not None
 
-    def _take_back(self, sequence: Prompt, n_accepted: int, saved: bytes | None) -> None:
-        if sequence.finish_reason is not None and (self.options.states is None or sequence.last_is_computed):
-            return
-        native, seq = self.context.native, sequence.seq
-        if self.rewinds != "none":
-            native.memory_remove(seq, sequence.position, -1)
-            return
-        assert saved is not None
-        started = time.perf_counter()
-        native.restore(seq, saved)
-        batch = Batch()
-        position = sequence.position - n_accepted - 1
-        again = sequence.tokens[-n_accepted - 2 : -1]
-        for i, token in enumerate(again):
-            batch.add(token, position + i, seq)
-        # Not through a tap: these rows were seen.
-        native.decode(batch)
-        sequence.stats.target_seconds += time.perf_counter() - started
-
-    def _logprobs(self, row: int, token: int) -> TokenLogprobs:
-        logits = self.context.logits(row).astype(np.float64)
-        highest = logits.max()
-        log_sum = highest + np.log(np.exp(logits - highest).sum())
-        n = self.options.logprobs or 0
-        top = np.argsort(-logits, kind="stable")[:n]
-        return TokenLogprobs(
-            token,
-            float(logits[token] - log_sum),
-            tuple((int(one), float(logits[one] - log_sum)) for one in top),
-        )
+    def _take_back(self, sequence: Prompt, n_accepted: int) -> None:
+        if sequence.finish_reason is None or not (self.options.states is None or sequence.last_is_computed):
+            self.rewind.back(sequence, n_accepted)
+            self._spent("target", sequence)
 
     def _finish(self, sequence: Prompt) -> None:
         """What is left to do when the last token is known."""
@@ -412,75 +397,62 @@ class Loop:
             sequence.rows = sequence.rows if self.options.states == "full" else []
         else:
             batch = Batch()
-            batch.add(sequence.tokens[-1], sequence.position, sequence.seq)
-            started = time.perf_counter()
-            self.context.decode(batch)
-            sequence.stats.target_seconds += time.perf_counter() - started
+            batch.add(sequence.tokens[-1], sequence.position, sequence.seq, self.rows == "outputs")
+            self.context._decode(batch)
             states = self.context.tapped
             assert states is not None
-            row = states.array[0, self.columns].copy()
-            sequence.rows = [*(sequence.rows if self.options.states == "full" else []), row]
-        held = sequence.text.finish()
-        if sequence.pieces:
-            sequence.pieces[-1] += held
+            sequence.keep_rows(states.array[:, self.columns].copy(), self.options)
+        sequence.flush_text()
         self.context.native.memory_remove(sequence.seq, -1, -1)
+        self._spent("target", sequence)
         if self.drafter is not None:
             self.drafter.reset(sequence.seq)
+            self._spent("draft", sequence)
         self.live.remove(sequence)
         self.free.append(sequence.seq)
 
-    def _states(self, sequence: Prompt, rows: list[NDArray[np.float32]], tokens: list[int]) -> States:
-        shape = (len(rows), len(self.columns), self.context._loaded.n_embd)
-        array = np.stack(rows) if rows else np.zeros(shape, np.float32)
-        array.flags.writeable = False
-        ids = np.array(tokens, np.int32)
-        ids.flags.writeable = False
-        return States(
-            array,
-            ids,
-            self.options.layers,
-            n_layer=self.context._loaded.n_layer,
-            source=self.context.source,
-            details={"rows": self.options.states},
-        )
 
-    def _generation(self, sequence: Prompt) -> Generation:
-        assert sequence.finish_reason is not None
-        states = None
-        if self.options.states is not None:
-            tokens = sequence.tokens[-1:] if self.options.states == "last" else sequence.tokens
-            states = self._states(sequence, sequence.rows, tokens[: len(sequence.rows)])
-        return Generation(
-            sequence.index,
-            sequence.prompt,
-            np.array(sequence.tokens, np.int32),
-            sequence.text.text,
-            sequence.finish_reason,
-            states,
-            sequence.logprobs if self.options.logprobs is not None else None,
-            sequence.stats,
-        )
+def _distributions(draft: Draft, n: int, n_vocab: int) -> NDArray[np.float32]:
+    """A draft's distributions, float32 ``(n, n_vocab)``.
 
-    def _new_events(self, sequence: Prompt) -> Iterator[Event]:
-        """Events of tokens that were not given out yet: those whose states are there, where asked for."""
-        done = sequence.finish_reason is not None
-        full = self.options.states == "full"
-        known = len(sequence.rows) if full and not done else len(sequence.tokens)
-        while sequence.n_given < known:
-            i = sequence.n_given
-            sequence.n_given += 1
-            last = done and i + 1 == len(sequence.tokens)
-            states = None
-            if full and i < len(sequence.rows):
-                states = self._states(sequence, [sequence.rows[i]], [sequence.tokens[i]])
-            elif last and self.options.states == "last" and sequence.rows:
-                states = self._states(sequence, sequence.rows, sequence.tokens[-1:])
-            yield Event(
-                sequence.index,
-                sequence.tokens[i],
-                sequence.pieces[i],
-                states,
-                sequence.logprobs[i] if self.options.logprobs is not None else None,
-                self._generation(sequence) if last else None,
-                sequence.cancel,
-            )
+    :raises InvalidInputError: there are none, or one is none.
+    """
+    if draft.distributions is None:
+        raise InvalidInputError(
+            "rejection=True needs drafts with the distributions that they were drawn from; make the "
+            "drafter with a temperature above 0"
+        )
+    try:
+        found = np.ascontiguousarray(draft.distributions, np.float32)
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(f"distributions must be a float32 matrix: {error}") from None
+    if found.shape != (n, n_vocab):
+        raise InvalidInputError(
+            f"distributions must have a row of n_vocab={n_vocab} for each of the {n} drafted tokens; "
+            f"found the shape {found.shape}"
+        )
+    sums = found.sum(axis=1)
+    # NaN fails either comparison, and infinity the second.
+    if not (found.min() >= 0 and np.abs(sums - 1).max() <= 1e-3):
+        raise InvalidInputError(
+            "distributions must hold probabilities that add up to 1, none negative; found sums of "
+            f"{sums.tolist()} and values from {found.min()}"
+        )
+    return found
+
+
+def _logprobs(logits: NDArray[np.float32], token: int, n: int) -> TokenLogprobs:
+    values = logits.astype(np.float64)
+    highest = values.max()
+    log_sum = highest + np.log(np.exp(values - highest).sum())
+    top: NDArray[np.intp] = np.zeros(0, np.intp)
+    if n > 0:
+        # Sorting all of a large vocabulary would take longer than many a pass.
+        at = max(len(logits) - n, 0)
+        known = np.flatnonzero(logits >= np.partition(logits, at)[at])
+        top = known[np.argsort(-logits[known], kind="stable")][:n]
+    return TokenLogprobs(
+        token,
+        float(values[token] - log_sum),
+        tuple((int(one), float(values[one] - log_sum)) for one in top),
+    )

@@ -16,7 +16,7 @@ from llamatap import _saved
 from llamatap import layers as layer_ids
 from llamatap._check import NotCopied, flag, instance, integer
 from llamatap._native import _core, default_threads, flush_log, usable_cpus
-from llamatap.errors import ClosedError, InvalidInputError
+from llamatap.errors import BusyError, ClosedError, InvalidInputError
 from llamatap.layers import LayerId
 from llamatap.model import Model
 from llamatap.states import Source, States, dtype_name, typed_view
@@ -57,14 +57,21 @@ class Memory(NotCopied):
     """What a context remembers of its sequences: the KV cache, or the state of recurrent models.
 
     Ranges of positions are half-open, ``[p0, p1)``; None stands for the start and for the end.
+
+    While :func:`llamatap.generate` is at work in the context, what changes the memory raises BusyError.
     """
 
     def __init__(self, context: _HoldsContext) -> None:
         self._context = context
 
+    @property
+    def _changing(self) -> _core.Context:
+        context = self._context
+        return context._writable if isinstance(context, Context) else context.native
+
     def clear(self) -> None:
         """Forget all sequences, and set the whole cache to zero."""
-        self._context.native.memory_clear()
+        self._changing.memory_clear()
 
     def remove(self, seq: int, p0: int | None = None, p1: int | None = None) -> None:
         """Forget the positions ``[p0, p1)`` of a sequence. With the last sequence all of the cache is set to
@@ -76,7 +83,7 @@ class Memory(NotCopied):
         :raises UnsupportedError: the memory cannot forget a part: a recurrent model's, or a sliding
             window's without ``swa_full``.
         """
-        self._context.native.memory_remove(_sequence(seq), _position(p0), _position(p1))
+        self._changing.memory_remove(_sequence(seq), _position(p0), _position(p1))
 
     def copy(self, source: int, target: int, p0: int | None = None, p1: int | None = None) -> None:
         """Let ``target`` have the positions ``[p0, p1)`` of ``source`` too, in place of what it has there;
@@ -85,14 +92,14 @@ class Memory(NotCopied):
         :raises InvalidInputError: no such sequence id, or positions that are no range.
         :raises UnsupportedError: a part of a sequence, where only a whole one can be copied.
         """
-        self._context.native.memory_copy(_sequence(source), _sequence(target), _position(p0), _position(p1))
+        self._changing.memory_copy(_sequence(source), _sequence(target), _position(p0), _position(p1))
 
     def keep(self, seq: int) -> None:
         """Forget all sequences but one.
 
         :raises InvalidInputError: no such sequence id.
         """
-        self._context.native.memory_keep(_sequence(seq))
+        self._changing.memory_keep(_sequence(seq))
 
     def shift(self, seq: int, p0: int | None, p1: int | None, delta: int) -> None:
         """Move the positions ``[p0, p1)`` of a sequence by ``delta``. What it shares with others
@@ -101,9 +108,7 @@ class Memory(NotCopied):
         :raises InvalidInputError: no such sequence id, or positions that are no range.
         :raises UnsupportedError: the model's positions cannot be moved.
         """
-        self._context.native.memory_shift(
-            _sequence(seq), _position(p0), _position(p1), integer("delta", delta)
-        )
+        self._changing.memory_shift(_sequence(seq), _position(p0), _position(p1), integer("delta", delta))
 
     def first(self, seq: int) -> int:
         """The first position of a sequence in memory; -1 when there is none.
@@ -294,6 +299,20 @@ class Context(NotCopied):
             raise ClosedError("the context was closed")
         return self._native
 
+    @property
+    def _writable(self) -> _core.Context:
+        """The core's object, to change what it remembers.
+
+        :raises BusyError: a generation is going on.
+        """
+        native = self.native
+        if self.generation is not None:
+            raise BusyError(
+                "a generation is going on in this context and has its memory for itself; it must end first "
+                "(exhaust or close() what generate() gave)"
+            )
+        return native
+
     @functools.cached_property
     def _layer_map(self) -> _core.LayerMap:
         try:
@@ -358,14 +377,18 @@ class Context(NotCopied):
 
         :raises InvalidInputError: a token, position, sequence or width is wrong.
         :raises ContextFullError: it does not fit; with both numbers.
-        :raises BusyError: another thread uses this context.
+        :raises BusyError: another thread uses this context, or a generation is going on in it.
 
         After an error the memory is as before, save that a sequence of the batch is gone whole where the
         memory cannot give up a part of it (recurrent models, sliding windows without ``swa_full``).
         ``memory.last(seq)`` tells.
         """
-        native = self.native
+        self._writable  # noqa: B018  raises while a generation is going on
         instance("batch", batch, Batch)
+        self._decode(batch)
+
+    def _decode(self, batch: Batch) -> None:
+        native = self.native
         tap = self._tap
         try:
             if tap is None:
@@ -453,8 +476,9 @@ class Context(NotCopied):
 
         :raises InvalidInputError: truncated or changed data, or that of another model, cache type or
             engine; the sequence is then as it was.
+        :raises BusyError: another thread uses this context, or a generation is going on in it.
         """
-        native, seq = self.native, _sequence(seq)
+        native, seq = self._writable, _sequence(seq)
         state = _saved.unpack(self._fingerprint(), data)
         try:
             native.restore(seq, state)

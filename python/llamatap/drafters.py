@@ -6,18 +6,21 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from llamatap._check import NotCopied, instance, integer
 from llamatap._native import _core, flush_log
-from llamatap.context import Batch, Context
+from llamatap.context import Batch
 from llamatap.draft_length import DraftLength
 from llamatap.errors import ClosedError, InvalidInputError
 from llamatap.layers import LayerId
 from llamatap.model import token_array
+
+if TYPE_CHECKING:
+    from llamatap.speculative import SpeculativeContext
 
 __all__ = [
     "CallableDrafter",
@@ -68,15 +71,17 @@ class Drafter(ABC):
     """Guesses the next tokens of sequences. Subclass it to draft by a way of your own; :meth:`draft` is all
     that a subclass must have. One that needs the text alone is shorter as a :class:`TextDrafter`.
 
-    What :func:`llamatap.generate` calls, for all live sequences at once:
+    What :func:`llamatap.generate` calls; :meth:`draft` and :meth:`process` for all live sequences at once:
 
-    1. :meth:`process`, once after each decode of the target that brings new entries: a prompt whole, or a
-       sequence's newest token and its draft. Not after those that repeat entries which stand (where a memory
-       cannot take back a part of a draft), nor after that of a text's final token for its states.
-    2. :meth:`accept`, after such a batch, for each sequence that had its newest token in it, also when there
+    1. :meth:`reset`, for a sequence before its first batch.
+    2. :meth:`process`, once after each decode of the target that brings new entries: of a prompt, all or a
+       piece; of a text, its newest token and the draft. Not after those that repeat entries which stand
+       (where a memory cannot take back a part of a draft), nor after that of a text's final token for its
+       states.
+    3. :meth:`accept`, after such a batch, for each sequence that had its newest token in it, also when there
        was no draft. Not for prompts, all of which stands.
-    3. :meth:`draft`, for the sequences that go on and have room for a draft.
-    4. :meth:`reset`, for a sequence that has ended, in whatever way. Its id then serves another text.
+    4. :meth:`draft`, for the sequences that go on and have room for a draft.
+    5. :meth:`reset`, for a sequence that has ended, in whatever way. Its id then serves another text.
     """
 
     #: The target's states that it needs of every token: :func:`llamatap.generate` opens a tap for them, and
@@ -87,8 +92,8 @@ class Drafter(ABC):
     n_max: int | Literal["auto"] | None = None
     #: Whether its tokens are drawn, and drafts come with the distributions that they were drawn from.
     draws: bool = False
-    #: The targets' contexts that it was made for; empty for any.
-    _targets: tuple[Context, ...] = ()
+    #: The draft context that it drafts with.
+    _spec: SpeculativeContext | None = None
 
     def process(self, batch: Batch) -> None:  # noqa: B027  a drafter may need none of it
         """Take note of a batch that the target has decoded. Its entries of a draft may be taken back yet.
@@ -164,20 +169,20 @@ def checked_drafts(drafter: Drafter, requests: Mapping[int, DraftRequest]) -> di
             continue
         if not isinstance(draft, Draft):
             raise InvalidInputError(f"a drafter gives llamatap.Draft objects, not {type(draft).__name__}")
-        n = request.n_max
-        tokens = token_array(draft.tokens)[:n]
+        tokens = token_array(draft.tokens)
+        # Rows that were never as many as the tokens stay so.
+        cut = slice(request.n_max if len(tokens) > request.n_max else None)
         if len(tokens) > 0:
-            probs = _floats("probs", draft.probs, n)
-            drafts[seq] = Draft(tokens, probs, _floats("distributions", draft.distributions, n))
+            probs = _floats("probs", draft.probs, cut)
+            drafts[seq] = Draft(tokens[cut], probs, _floats("distributions", draft.distributions, cut))
     return drafts
 
 
-def _floats(name: str, values: object, n: int) -> NDArray[np.float32] | None:
-    """The first n rows."""
+def _floats(name: str, values: object, rows: slice) -> NDArray[np.float32] | None:
     if values is None:
         return None
     try:
-        return np.ascontiguousarray(values, np.float32)[:n]
+        return np.ascontiguousarray(values, np.float32)[rows]
     except (TypeError, ValueError) as error:
         raise InvalidInputError(f"a draft's {name} must be a float32 array: {error}") from None
 
@@ -289,7 +294,6 @@ class DrafterChain(Drafter):
         self.drafters = drafters
         self.target_layers = tuple(dict.fromkeys(layer for one in drafters for layer in one.target_layers))
         self.draws = all(one.draws for one in drafters)
-        self._targets = tuple(target for one in drafters for target in one._targets)
 
     @property
     def n_max(self) -> int | Literal["auto"] | None:  # type: ignore[override]  # the longest of them
@@ -453,9 +457,18 @@ def reset_all(drafters: Iterable[Drafter], seqs: Iterable[int]) -> None:
                 all_of_them.callback(drafter.reset, seq)
 
 
-def drafts_for(drafter: Drafter) -> Iterator[Context]:
-    """The contexts that a drafter, or those in a chain, were made for."""
-    yield from drafter._targets
+def leaves(drafter: Drafter) -> Iterator[Drafter]:
+    """The drafter itself, or those in a chain."""
+    if isinstance(drafter, DrafterChain):
+        for one in drafter.drafters:
+            yield from leaves(one)
+    else:
+        yield drafter
+
+
+def specs_of(drafter: Drafter) -> list[SpeculativeContext]:
+    """The draft contexts of a drafter, or of those in a chain."""
+    return [one._spec for one in leaves(drafter) if one._spec is not None]
 
 
 def new_length(drafter: Drafter) -> DraftLength | None:

@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 
 from llamatap import layers as layer_ids
 from llamatap._check import flag, integer
-from llamatap._loop import Loop, Options, Prompt, check_empty
+from llamatap._loop import Loop, check_free
 from llamatap._prompts import Input, is_single, prompt_tokens
+from llamatap._sequence import Options, Prompt
 from llamatap._text import TextStream
 from llamatap.context import Context
-from llamatap.drafters import as_drafter, drafts_for
+from llamatap.drafters import as_drafter, specs_of
 from llamatap.errors import ContextFullError, InvalidInputError, UnsupportedError
 from llamatap.generation import Event, Generation
 from llamatap.layers import LayerId
@@ -211,12 +212,12 @@ def generate(
         context = model_or_context
     else:
         context = _context_for(model, texts, options.max_tokens)
-    if chosen is not None and any(target is not context for target in drafts_for(chosen)):
+    if chosen is not None and any(spec.target is not context for spec in specs_of(chosen)):
         raise InvalidInputError("the drafter was made for another context; give generate() its target")
     native = context.native
     if not native.has_memory or not native.causal:
         raise UnsupportedError(f"{model.arch} models do not generate text")
-    check_empty(context)
+    check_free(context, chosen)
     room = min(native.n_ctx_seq, native.position_limit)
     base = secrets.randbits(31) if seed is None else integer("seed", seed, 0, 2**32 - 2)
     piece = _pieces(model)

@@ -40,14 +40,16 @@ class Stats:
     :ivar prompt_tokens: tokens of the prompt.
     :ivar tokens: tokens that were generated.
     :ivar rounds: target passes after the prompt's own; each gives a token and what is accepted of a draft.
-    :ivar drafted: tokens that were drafted and verified.
+    :ivar drafted: tokens that were drafted and verified; not those after the end of a text inside of a draft.
     :ivar accepted: those that became part of the text.
     :ivar drafted_at: by position in the draft: how often one was verified there.
     :ivar accepted_at: by position: how often one was accepted.
-    :ivar target_seconds: in the target's passes; what several texts share is split by their tokens in it.
+    :ivar target_seconds: in the target's passes and with its memory; what several texts share is split by
+        their tokens in it.
     :ivar draft_seconds: in the drafter, its processing of the target's batches included; split in the same
         way.
-    :ivar sampling_seconds: choosing tokens from logits.
+    :ivar sampling_seconds: choosing tokens from logits, and making texts of them. All time is in one of the
+        three, but for what the caller takes between events.
     """
 
     prompt_tokens: int = 0
@@ -79,7 +81,7 @@ class Stats:
         ]
 
     def count(self, drafted: int, accepted: int) -> None:
-        """Note a round with a draft."""
+        """Note a round in which so many drafted tokens were verified."""
         self.rounds += 1
         self.drafted += drafted
         self.accepted += accepted
@@ -122,7 +124,8 @@ class Event:
     """A generated token, as it comes.
 
     :ivar index: which prompt.
-    :ivar token: the token.
+    :ivar token: the token; -1 in the last event of a cancelled text whose tokens were all given out, which
+        has none.
     :ivar text: the text that it completes: whole characters, and nothing that may yet turn out to be a stop
         string. The texts of a prompt's events join to :attr:`Generation.text`.
     :ivar states: the target's states of the token, one row, where asked for (with ``"last"``, of the last
@@ -140,5 +143,6 @@ class Event:
     _cancel: Callable[[], None]
 
     def cancel(self) -> None:
-        """End this prompt's generation. Tokens of the round that is under way may still come."""
+        """End this prompt's generation: what its last round gave still comes, and then an event with
+        :attr:`final`. Without ``states`` no pass of the target is made for it any more."""
         self._cancel()

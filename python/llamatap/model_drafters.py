@@ -94,10 +94,9 @@ class SpeculativeDrafter(NativeDrafter):
             seed=integer("seed", seed, 0, 2**32 - 1),
         )
         super().__init__(core, n_max if n_max == "auto" else longest)
-        self.spec = spec
+        self.spec = self._spec = spec
         self.target_layers = spec.target_layers
         self.draws = heat > 0
-        self._targets = (spec.target,)
         spec.drafters.add(self)
 
     def process(self, batch: Batch) -> None:

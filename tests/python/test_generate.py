@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 from generating import EXACT, SAMPLING, Noting, by_hand, is_empty, log_softmax, ragged, scripted, seed_of
 from tinies import rigged
-from tinies.rigged import cycle
+from tinies.rigged import by_token, cycle
 from tiny import TinyQwen3
 
 import llamatap as lt
+from llamatap._loop import _logprobs
 
 F = cycle()
 #: Shorter and longer than an ubatch of 16, and than a batch of 32.
@@ -26,6 +28,20 @@ SEED = 2**32 - 5  # the seeds of later prompts go round
 def rigged_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lt.Model]:
     with lt.Model(rigged.write_rigged_model(tmp_path_factory.mktemp("rigged") / "rigged.gguf", F)) as model:
         yield model
+
+
+@pytest.fixture
+def decodes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each decode of a context had."""
+    found = []
+    decode = lt.Context._decode
+
+    def counting(context: lt.Context, batch: lt.Batch) -> None:
+        found.append(len(batch))
+        decode(context, batch)
+
+    monkeypatch.setattr(lt.Context, "_decode", counting)
+    return found
 
 
 def tokens_of(found: Iterator[lt.Generation]) -> list[list[int]]:
@@ -158,7 +174,7 @@ def test_penalties_see_the_prompt(
         assert found.tokens[0] not in rest
 
 
-def test_one_decode_serves_all(rigged_model: lt.Model) -> None:
+def test_one_decode_serves_all(rigged_model: lt.Model, decodes: list[int]) -> None:
     """Of what a pass holds a drafter is told: one that drafts nothing."""
     prompts = [[1, *range(3, 3 + length)] for length in (5, 2, 30, 11)]
     with rigged_model.context(n_ctx=512, n_seq_max=3, **EXACT) as context:
@@ -173,6 +189,83 @@ def test_one_decode_serves_all(rigged_model: lt.Model) -> None:
     last = noting.batches[6:]
     assert [list(counts.values()) for counts in last] == [[12], [1], [1], [1], [1], [1]]
     assert noting.texts == {}
+    # And there is no pass that it is not told of.
+    assert decodes == [40, 3, 3, 3, 3, 3, 12, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("n_seq_max", [1, 3])
+@pytest.mark.parametrize("n_batch", [8, 32, 50])
+def test_long_prompts_enter_in_pieces(
+    n_batch: int, n_seq_max: int, tiny_model: lt.Model, rng: np.random.Generator, decodes: list[int]
+) -> None:
+    """Of no more than an engine call, while others go on: what is held at a time does not grow with them."""
+    prompts = ragged(rng, tiny_model.n_vocab, (5, 300, 9, 170, 1))
+    expected = [by_hand(tiny_model, prompt, 20, seed=seed_of(3, i)) for i, prompt in enumerate(prompts)]
+    decodes.clear()
+    shapes: list[int] = []
+
+    class Seeing(Noting):
+        target_layers = (1, -1)
+
+        def process(self, batch: lt.Batch) -> None:
+            super().process(batch)
+            assert context.tapped is not None
+            shapes.append(context.tapped.array.shape[0])
+
+    options = {"n_ctx": 2048, "n_seq_max": n_seq_max, "n_batch": n_batch, "n_ubatch": 8, **EXACT}
+    with tiny_model.context(**options) as context:
+        noting = Seeing()
+        found = list(lt.generate(context, prompts, noting, max_tokens=20, seed=3, ignore_eos=True))
+    assert [one.tokens.tolist() for one in found] == expected
+    assert shapes == decodes == [sum(counts.values()) for counts in noting.batches]
+    # A batch that is full without prompts takes an ubatch of them.
+    assert max(decodes) <= max(n_batch, n_seq_max + 8)
+    assert sum(decodes) == sum(len(prompt) + 19 for prompt in prompts)
+    if n_seq_max > 1:
+        # The first text goes on beside the second prompt.
+        assert sum(counts.get(0) == 1 and counts.get(1, 0) > 1 for counts in noting.batches) >= 4
+
+
+@pytest.mark.parametrize("states", ["last", "full"])
+def test_states_of_texts_are_not_those_of_prompts(
+    states: Any, tiny_model: lt.Model, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No row of a prompt is captured but its last."""
+    rows = []
+    decode = lt.Context._decode
+
+    def seeing(context: lt.Context, batch: lt.Batch) -> None:
+        decode(context, batch)
+        assert context.tapped is not None
+        rows.append(len(context.tapped.array))
+
+    monkeypatch.setattr(lt.Context, "_decode", seeing)
+    with tiny_model.context(n_ctx=512, **EXACT) as context:
+        (prompt,) = ragged(rng, tiny_model.n_vocab, [200])
+        (found,) = lt.generate(context, prompt, max_tokens=4, states=states, layers=[1, -1], ignore_eos=True)
+    assert found.states is not None
+    assert rows == [1, 1, 1, 1, 1]
+
+
+def test_the_last_state_costs_a_decode_when_asked(rigged_model: lt.Model, decodes: list[int]) -> None:
+    """Where no pass has seen the token; one that ends inside of a draft has been seen."""
+    follow = lt.CallableDrafter(lambda tokens: by_token(F)(tokens.tolist(), 4))
+    with rigged_model.context(n_ctx=256, **EXACT) as context:
+        cases: list[tuple[Any, Any, list[int], list[int]]] = [
+            (None, None, [], [2, 1, 1, 1, 1, 1]),
+            ("last", None, [], [2, 1, 1, 1, 1, 1, 1]),
+            ("full", None, [], [2, 1, 1, 1, 1, 1, 1]),
+            (None, follow, [], [2, 5]),
+            ("last", follow, [], [2, 5, 1]),
+            (None, follow, [13], [2, 5]),
+            ("full", follow, [13], [2, 5]),
+        ]
+        for states, drafter, stops, expected in cases:
+            decodes.clear()
+            options: dict[str, Any] = {"max_tokens": 6, "stop_tokens": stops, "states": states}
+            made = lt.generate(context, [1, 9], drafter, **options)
+            assert next(made).tokens.tolist() == [10, 11, 12, 13, 14, 15][: 4 if stops else 6]
+            assert decodes == expected
 
 
 def test_prompts_wait_where_all_would_not_fit(rigged_model: lt.Model) -> None:
@@ -269,6 +362,28 @@ def test_log_probabilities_of_the_token_alone_or_of_all(tiny_model: lt.Model) ->
     for entry in every.logprobs:
         assert sorted(token for token, _ in entry.top) == list(range(tiny_model.n_vocab))
         assert sum(np.exp(value) for _, value in entry.top) == pytest.approx(1)
+
+
+def test_log_probabilities_of_tokens_that_are_alike_come_in_order() -> None:
+    """Of several that are as likely as the last that is wanted, the first."""
+    logits = np.array([1, 3, 3, 5, 3, 2, 3, -np.inf], np.float32)
+    for n in range(10):
+        found = _logprobs(logits, 5, n)
+        assert [token for token, _ in found.top] == [3, 1, 2, 4, 6, 5, 0, 7][:n]
+    assert found.logprob == pytest.approx(log_softmax(logits)[5])
+
+
+def test_log_probabilities_of_large_vocabularies_are_not_sorted(rng: np.random.Generator) -> None:
+    """Sorting them takes much longer than what it takes to add them up."""
+    logits = rng.standard_normal(200_000, np.float32)
+
+    def seconds(action: Any) -> float:
+        started = time.perf_counter()
+        action()
+        return time.perf_counter() - started
+
+    sorting = min(seconds(lambda: np.argsort(-logits.astype(np.float64), kind="stable")) for _ in range(5))
+    assert min(seconds(lambda: _logprobs(logits, 5, 5)) for _ in range(5)) < 0.7 * sorting
 
 
 def test_a_script_is_followed(tmp_path: Path) -> None:

@@ -125,6 +125,30 @@ def test_the_first_rounds_measure(clock: Clock, target: lt.Model) -> None:
     assert drafter.drafted[1:9] == [8, 8, 0, 0, 1, 1, 4, 4]
 
 
+def test_seconds_are_of_rounds_of_as_many_sequences(clock: Clock, target: lt.Model) -> None:
+    """Three at first, for which a token drafted costs as much as five passes; then one, for which it costs
+    nothing. All stand."""
+
+    @dataclass
+    class Crowded(Costly):
+        def process(self, batch: lt.Batch) -> None:
+            super().process(batch)
+            alone = len(self.batches[-1]) == 1
+            self.clock.now += 0 if alone else 5.0 * self.drafted[-1]
+
+    drafter = Crowded(clock, by_token(F), per_token=0.0)
+    with target.context(n_ctx=2048, n_seq_max=3, **EXACT) as context:
+        prompts = [[1, 5], [1, 6], [1, 7]]
+        stream = lt.generate(context, prompts, drafter, max_tokens=400, stream=True)
+        for n_events, event in enumerate(stream):
+            if event.index > 0 and n_events > 500:
+                event.cancel()
+    counts = [len(batch) for batch in drafter.batches]
+    crowded, alone = counts.index(3), counts.index(1)
+    assert np.mean([count > 0 for count in drafter.drafted[crowded + 9 : alone]]) < 0.25
+    assert np.mean(drafter.drafted[alone + 4 : -1]) > 0.8 * AUTO_LONGEST
+
+
 def ngram(context: lt.Context, folder: Path) -> Any:
     return lt.NGramDrafter(2, 1, n_max="auto")
 

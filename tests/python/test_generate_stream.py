@@ -210,13 +210,14 @@ def test_a_stream_that_is_left_frees_the_memory(
 def test_one_of_three_is_cancelled(
     which: int, states: Any, drafted: bool, tiny_model: lt.Model, prompts: list[list[int]]
 ) -> None:
-    """It ends within the round; the others' tokens are what they would be. One waits for its place."""
+    """It ends with the round; the others' tokens are what they would be. One waits for its place."""
     expected = expected_of(tiny_model, prompts)
     texts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, expected, strict=True)]
     with tiny_model.context(n_ctx=512, n_seq_max=2, **EXACT) as context:
         drafter = Guessing(tiny_model.n_vocab, texts, wrong=0.4, longest=3) if drafted else None
         finals: dict[int, lt.Generation] = {}
-        n_seen = 0
+        seen: list[int] = []
+        texts_of_events = ""
         for event in lt.generate(
             context,
             prompts,
@@ -228,8 +229,9 @@ def test_one_of_three_is_cancelled(
             stream=True,
         ):
             if event.index == which:
-                n_seen += 1
-                if n_seen == 5:
+                seen.append(event.token)
+                texts_of_events += event.text
+                if len(seen) == 5:
                     event.cancel()
             if event.final is not None:
                 finals[event.index] = event.final
@@ -239,11 +241,18 @@ def test_one_of_three_is_cancelled(
         count = len(final.tokens)
         assert final.tokens.tolist() == expected[index][:count]
         assert final.finish_reason == ("cancelled" if index == which else "length")
-        assert 5 <= count <= 5 + 8 if index == which else count == MAX_TOKENS
+        if index != which:
+            assert count == MAX_TOKENS
+        elif drafted:
+            # What else a draft of three gave, and the one whose states were waited for.
+            assert 5 <= count <= 5 + 3 + (states == "full")
+        else:
+            assert count == 5 + (states == "full")
         if states is not None:
             assert final.states is not None
             assert final.states.tokens.tolist() == final.tokens.tolist()[-1 if states == "last" else 0 :]
-    assert n_seen == len(finals[which].tokens)
+    assert seen == [*finals[which].tokens.tolist(), *([] if states == "full" else [-1])]
+    assert texts_of_events == finals[which].text
 
 
 def test_all_are_cancelled_at_once(rigged_model: lt.Model) -> None:
@@ -253,7 +262,7 @@ def test_all_are_cancelled_at_once(rigged_model: lt.Model) -> None:
             event.cancel()
             event.cancel()
             if event.final is not None:
-                assert 1 <= len(event.final.tokens) <= 2
+                assert (event.token, len(event.final.tokens)) == (-1, 1)
                 reasons.append(event.final.finish_reason)
         assert reasons == ["cancelled"] * 3
         assert is_empty(context)
@@ -318,39 +327,3 @@ def test_two_generations_do_not_share_a_context(tiny_model: lt.Model, prompts: l
             list(late)
         tokens += [event.token for event in first]
         assert tokens == expected
-
-
-def test_a_generation_whose_memory_is_empty_for_a_moment_is_not_over(
-    tiny_model: lt.Model, prompts: list[list[int]]
-) -> None:
-    """Between two prompts of one sequence. Another generation that comes in then may be refused, or it may
-    make the first fail; neither goes on with wrong tokens."""
-    expected = expected_of(tiny_model, prompts)
-    options: dict[str, Any] = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": True}
-    with tiny_model.context(n_ctx=256, **EXACT) as context:
-        first = lt.generate(context, prompts[:2], **options)
-        texts: list[list[int]] = [[], []]
-        for event in first:
-            texts[event.index].append(event.token)
-            if event.final is not None:
-                break
-        assert texts == [expected[0], []]
-        errors = []
-        other: list[int] = []
-        second: Iterator[lt.Event] | None = None
-        try:
-            second = lt.generate(context, prompts[2], **options)
-            other += [next(second).token for _ in range(3)]
-        except lt.Error as error:
-            errors.append(error)
-        try:
-            texts[1] += [event.token for event in first]
-        except lt.Error as error:
-            errors.append(error)
-        try:
-            other += [event.token for event in second or ()]
-        except lt.Error as error:
-            errors.append(error)
-    assert len(errors) == 1
-    for tokens, whole in ((texts[1], expected[1]), (other, expected[2])):
-        assert tokens == whole[: len(tokens)]
