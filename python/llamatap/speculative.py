@@ -80,8 +80,9 @@ class SpeculativeContext(NotCopied):
     :param type_k: type of the K cache, as of :class:`Context`.
     :param type_v: type of the V cache.
     :param flash_attn: None leaves it to the engine.
-    :param kv_unified: as of :class:`Context`; None for what the target's has, or False for a draft with
-        sliding windows, each sequence of which then has room for as many tokens as the target.
+    :param kv_unified: as of :class:`Context`, of the draft's context. None for True with a DFlash file, whose
+        blocks of all sequences are then one decode, else for what the target's has; and for False with a
+        draft of sliding windows, each sequence of which then has room for as many tokens as the target.
     :param n_gpu_layers: of a draft that is loaded from a file.
     :param as_model: take the draft as a language model, MTP blocks or not.
     :raises InvalidInputError: the draft does not fit the target (vocabulary, width, layers, d2t); with what
@@ -130,7 +131,9 @@ class SpeculativeContext(NotCopied):
         self.model = draft
         self.n_seq_max = context.n_seq_max if n_seq_max is None else integer("n_seq_max", n_seq_max, 1)
         self.n_threads = context.n_threads if n_threads is None else thread_count(n_threads)
-        unified = context.kv_unified if kv_unified is None else flag("kv_unified", kv_unified)
+        unified = context.kv_unified or draft.arch == "dflash"
+        if kv_unified is not None:
+            unified = flag("kv_unified", kv_unified)
         room = integer("n_ctx", n_ctx, 0) or context.n_ctx
         if kv_unified is None and unified and 0 < draft.native.n_swa < room and self.n_seq_max > 1:
             # In one memory for all, what a window no longer reaches is lost to other sequences' tokens, and

@@ -152,3 +152,17 @@ def test_logits_are_of_the_drafts_vocabulary(target: Path, tmp_path: Path) -> No
             assert found.logits is not None
             assert found.logits.shape == (1, spec.model.n_vocab) == (1, n_vocab)
             assert np.isfinite(found.logits).sum() == (100 if path == small else 261)
+
+
+def test_blocks_draft_for_several_sequences_of_a_target_whose_memory_is_split(
+    target: Path, tmp_path: Path
+) -> None:
+    path = write_dflash(tmp_path / "block.gguf")
+    prompts = [[1, 5, 6, 7], [1, 8, 9], [1, 3, 4, 5, 6]]
+    options: dict[str, Any] = {"n_ctx": 768, "n_seq_max": 3, "kv_unified": False, **EXACT}
+    with lt.Model(target) as model, model.context(**options) as context:
+        plain = [one.tokens.tolist() for one in lt.generate(context, prompts, max_tokens=20)]
+        drafter = lt.load_drafter(context, path)
+        found = list(lt.generate(context, prompts, drafter, max_tokens=20))
+        assert [one.tokens.tolist() for one in found] == plain
+        assert sum(one.stats.drafted for one in found) > 0
