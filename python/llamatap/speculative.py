@@ -6,14 +6,14 @@ import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from llamatap import _saved
-from llamatap._check import NotCopied, flag, instance, integer
+from llamatap._check import flag, instance, integer
+from llamatap._closing import Closing
 from llamatap._native import _core, flush_log
 from llamatap.context import Context, Memory, thread_count
 from llamatap.errors import ClosedError, InvalidInputError, UnsupportedError
@@ -66,7 +66,7 @@ def _integers(name: str, values: ArrayLike) -> NDArray[np.int32]:
         raise InvalidInputError(str(error).replace("token ids", name)) from None
 
 
-class SpeculativeContext(NotCopied):
+class SpeculativeContext(Closing):
     """A draft model beside a target: one context for all sequences, with the calls that drafting is made of.
 
     :param context: the target's. It is kept alive, and the draft may use its token embedding and output head.
@@ -185,6 +185,11 @@ class SpeculativeContext(NotCopied):
         """
         return self.core.context
 
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._native is None
+
     def close(self) -> None:
         """Free the draft's context, and the draft model where it was loaded here. Drafters made with it are
         closed too: they raise ClosedError."""
@@ -193,21 +198,6 @@ class SpeculativeContext(NotCopied):
             drafter.drop()
         if self._owns_model:
             self.model.close()
-
-    @property
-    def closed(self) -> bool:
-        return self._native is None
-
-    def __enter__(self) -> SpeculativeContext:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         if self._native is None:
