@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from llamatap._native import _core, build_config
 from llamatap.context import Batch, Context, Memory, Tap
-from llamatap.draft_length import DraftLength
 from llamatap.drafters import (
     AnyDrafter,
     CallableDrafter,
-    DFlashDrafter,
     Draft,
     Drafter,
     DrafterChain,
     DraftRequest,
-    Eagle3Drafter,
-    ModelDrafter,
-    MtpDrafter,
     NGramDrafter,
-    load_drafter,
+    TextDrafter,
 )
 from llamatap.errors import (
     BusyError,
@@ -35,6 +30,14 @@ from llamatap.generate import generate
 from llamatap.generation import Event, Generation, Stats, TokenLogprobs
 from llamatap.layers import LayerId
 from llamatap.model import Model
+from llamatap.model_drafters import (
+    DFlashDrafter,
+    Eagle3Drafter,
+    ModelDrafter,
+    MtpDrafter,
+    SpeculativeDrafter,
+    load_drafter,
+)
 from llamatap.probe import LayerProbe, Probe, probe
 from llamatap.sampler import Sampler
 from llamatap.speculative import DraftOutput, SpeculativeContext
@@ -52,7 +55,6 @@ __all__ = [
     "ContextFullError",
     "DFlashDrafter",
     "Draft",
-    "DraftLength",
     "DraftOutput",
     "DraftRequest",
     "Drafter",
@@ -76,9 +78,11 @@ __all__ = [
     "Probe",
     "Sampler",
     "SpeculativeContext",
+    "SpeculativeDrafter",
     "States",
     "Stats",
     "Tap",
+    "TextDrafter",
     "TokenLogprobs",
     "UnsupportedError",
     "__version__",

@@ -4,37 +4,48 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from llamatap._check import integer
 from llamatap.errors import Error, InvalidInputError
 from llamatap.layers import CONVENTIONS, LayerId
 
 __all__ = ["main"]
 
 # Their values may begin with a minus sign, which argparse would take for an option.
-_SIGNED = ("--layers", "--window")
+_SIGNED = ("--layers", "--window", "--text", "--tokens", "--chat", "--prompt", "--stop")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the result is the exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    for option in _SIGNED:
-        if option in given[:-1]:
-            index = given.index(option)
-            given[index : index + 2] = [f"{option}={given[index + 1]}"]
-    parsed = _parser().parse_args(given)
+    parsed = _parser().parse_args(_joined(sys.argv[1:] if arguments is None else arguments))
     try:
         status: int = parsed.run(parsed)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever reads has enough. What is still buffered must not be tried again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as of a program that SIGPIPE ends
     except (Error, OSError) as error:
         print(f"llamatap: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
     return status
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+    given = iter(arguments)
+    joined = []
+    for argument in given:
+        value = next(given, None) if argument in _SIGNED else None
+        joined.append(argument if value is None else f"{argument}={value}")
+    return joined
 
 
 class _Version(argparse.Action):
@@ -104,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         help="an EAGLE-3, MTP or DFlash file or a smaller model; ngram; or mtp for the model's own blocks",
     )
     generate.add_argument("--n-max", default="4", help="tokens of a draft, or auto (default: 4)")
-    generate.add_argument("--p-min", type=float, default=0.0, help="end a draft before less likely tokens")
+    generate.add_argument("--p-min", type=float, help="end a draft before less likely tokens")
     generate.add_argument("-n", "--max-tokens", type=int, default=128)
     generate.add_argument("--temperature", type=float, default=0.0)
     generate.add_argument("--top-k", type=int, default=0)
@@ -257,12 +268,18 @@ def _generate(arguments: argparse.Namespace) -> int:
         load_drafter,
     )
     from llamatap.drafters import Drafter
+    from llamatap.model_drafters import DraftOptions
 
     n_max: int | Literal["auto"]
     try:
         n_max = "auto" if arguments.n_max == "auto" else int(arguments.n_max)
     except ValueError:
         raise InvalidInputError(f"--n-max: expected a number or auto, found {arguments.n_max!r}") from None
+    # Before a context is sized by it.
+    max_tokens = integer("--max-tokens", arguments.max_tokens, 1)
+    if arguments.p_min is not None and arguments.drafter in (None, "ngram"):
+        raise InvalidInputError("--p-min needs a drafter with probabilities: a file, or mtp")
+    options: DraftOptions = {"n_max": n_max, "p_min": arguments.p_min or 0.0}
     own_blocks = arguments.drafter == "mtp"
     final: Generation | None = None
     with Model(arguments.model, n_gpu_layers=arguments.gpu_layers, load_mtp=own_blocks) as model:
@@ -271,21 +288,21 @@ def _generate(arguments: argparse.Namespace) -> int:
         else:
             prompt = arguments.prompt if arguments.file is None else _read_text(arguments.file)
         tokens = model.tokenize(prompt)
-        with model.context(n_ctx=len(tokens) + arguments.max_tokens) as context:
+        with model.context(n_ctx=len(tokens) + max_tokens) as context:
             drafter: Drafter | None = None
             if arguments.drafter == "ngram":
                 drafter = NGramDrafter(n_max=n_max)
             elif own_blocks:
                 blocks = SpeculativeContext(context, model)
-                drafter = MtpDrafter(blocks, n_max=n_max, p_min=arguments.p_min)
+                drafter = MtpDrafter(blocks, **options)
             elif arguments.drafter is not None:
                 draft = Model(arguments.drafter, n_gpu_layers=arguments.gpu_layers, load_mtp=True)
-                drafter = load_drafter(context, draft, n_max=n_max, p_min=arguments.p_min)
+                drafter = load_drafter(context, draft, **options)
             for event in generate(
                 context,
                 tokens,
                 drafter,
-                max_tokens=arguments.max_tokens,
+                max_tokens=max_tokens,
                 temperature=arguments.temperature,
                 top_k=arguments.top_k,
                 top_p=arguments.top_p,
@@ -299,6 +316,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     if arguments.stats and final is not None:
         stats = final.stats
         seconds = stats.target_seconds + stats.draft_seconds + stats.sampling_seconds
+        each = f", {stats.tokens_per_round:.2f} tokens each" if stats.rounds else ""
         by_position = " ".join(f"{share:.2f}" for share in stats.acceptance_by_position)
         for label, value in (
             ("prompt", f"{stats.prompt_tokens} tokens"),
@@ -306,7 +324,7 @@ def _generate(arguments: argparse.Namespace) -> int:
                 "generated",
                 f"{stats.tokens} tokens ({final.finish_reason}), {stats.tokens / seconds:.1f} a second",
             ),
-            ("rounds", f"{stats.rounds}, {stats.tokens_per_round:.2f} tokens each"),
+            ("rounds", f"{stats.rounds}{each}"),
             ("drafted", f"{stats.drafted} tokens, {stats.accepted} accepted"),
             ("by position", by_position or "-"),
             (

@@ -13,12 +13,20 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap._check import integer
 from llamatap._native import _core, flush_log
 from llamatap._rewind import rewind_of
 from llamatap._sequence import NO_DRAFT, Options, Prompt
 from llamatap.context import Batch, Context
-from llamatap.drafters import Draft, Drafter, DraftRequest, leaves, new_length, reset_all, specs_of
+from llamatap.drafters import (
+    Draft,
+    Drafter,
+    DraftRequest,
+    leaves,
+    most_tokens,
+    new_length,
+    reset_all,
+    specs_of,
+)
 from llamatap.errors import BusyError, EngineError, InvalidInputError
 from llamatap.generation import Event, TokenLogprobs
 from llamatap.model import token_array
@@ -87,8 +95,7 @@ class Loop:
         n_seqs = min([context.n_seq_max, *(spec.n_seq_max for spec in specs)])
         self.free = list(range(n_seqs))[::-1]
         self.length = None if drafter is None else new_length(drafter)
-        n_max = 0 if drafter is None else drafter.n_max
-        self.n_max = 0 if n_max == "auto" else integer("the drafter's n_max", n_max, 0)
+        self.n_max = 0 if drafter is None else most_tokens(drafter)
         needed = () if drafter is None else drafter.target_layers
         wanted = () if options.states is None else options.layers
         self.layers = tuple(dict.fromkeys((*needed, *wanted)))

@@ -15,6 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 from llamatap import _saved
 from llamatap import layers as layer_ids
 from llamatap._check import NotCopied, flag, instance, integer
+from llamatap._closing import Closing
 from llamatap._native import _core, default_threads, flush_log, usable_cpus
 from llamatap.errors import BusyError, ClosedError, InvalidInputError
 from llamatap.layers import LayerId
@@ -196,7 +197,7 @@ class Tap(NotCopied):
         return self._last
 
 
-class Context(NotCopied):
+class Context(Closing):
     """A model with memory of its sequences. One thread at a time: a second one gets BusyError.
 
     :param model: kept alive by the context.
@@ -249,7 +250,7 @@ class Context(NotCopied):
         self.n_seq_max = integer("n_seq_max", n_seq_max, 1)
         self.n_rs_seq = integer("n_rs_seq", n_rs_seq, 0)
         self.n_outputs_max = integer("n_outputs_max", n_outputs_max, 0)
-        threads = thread_count(n_threads)
+        self.n_threads = thread_count(n_threads)
         # The model's own object may be closed before this one is.
         self._loaded = model.native
         self._n_layer = model.n_layer
@@ -262,7 +263,7 @@ class Context(NotCopied):
                 n_seq_max=self.n_seq_max,
                 n_rs_seq=self.n_rs_seq,
                 n_outputs_max=self.n_outputs_max,
-                n_threads=threads,
+                n_threads=self.n_threads,
                 type_k=type_k,
                 type_v=type_v,
                 flash_attention=-1 if flash_attn is None else int(flag("flash_attn", flash_attn)),
@@ -322,22 +323,12 @@ class Context(NotCopied):
 
     @property
     def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
         return self._native is None
 
     def close(self) -> None:
         """Free the context. Arrays that were captured stay valid."""
         self._native = None
-
-    def __enter__(self) -> Context:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         if self._native is None:

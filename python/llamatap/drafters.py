@@ -1,39 +1,36 @@
-"""Drafters: what guesses the next tokens of sequences for a target to verify."""
+"""Drafters: what guesses the next tokens of sequences for a target to verify. Those here need no model."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from llamatap._check import NotCopied, instance, integer, number
+from llamatap._check import NotCopied, instance, integer
 from llamatap._native import _core, flush_log
-from llamatap.context import Batch, Context
+from llamatap.context import Batch
 from llamatap.draft_length import DraftLength
-from llamatap.errors import InvalidInputError
+from llamatap.errors import ClosedError, InvalidInputError
 from llamatap.layers import LayerId
-from llamatap.model import Model, token_array
-from llamatap.speculative import SpeculativeContext
+from llamatap.model import token_array
+
+if TYPE_CHECKING:
+    from llamatap.speculative import SpeculativeContext
 
 __all__ = [
     "AnyDrafter",
     "CallableDrafter",
-    "DFlashDrafter",
     "Draft",
     "DraftRequest",
     "Drafter",
     "DrafterChain",
-    "Eagle3Drafter",
-    "ModelDrafter",
-    "MtpDrafter",
     "NGramDrafter",
-    "load_drafter",
+    "TextDrafter",
 ]
 
 #: The longest draft that ``n_max="auto"`` considers.
@@ -73,28 +70,35 @@ class Draft:
 
 class Drafter(ABC):
     """Guesses the next tokens of sequences. Subclass it to draft by a way of your own; :meth:`draft` is all
-    that a subclass must have.
+    that a subclass must have. One that needs the text alone is shorter as a :class:`TextDrafter`.
 
-    The loop around it: :meth:`reset` when a sequence begins; after every decode of the target,
-    :meth:`process` with the same batch, then :meth:`accept` for each sequence that had more in it than its
-    prompt; before the next decode, :meth:`draft` for all sequences that go on, at once; :meth:`reset` when
-    one ends.
+    What :func:`llamatap.generate` calls; :meth:`draft` and :meth:`process` for all live sequences at once:
+
+    1. :meth:`reset`, for a sequence before its first batch.
+    2. :meth:`process`, once after each decode of the target that brings new entries: of a prompt, all or a
+       piece; of a text, its newest token and the draft. Not after those that repeat entries which stand
+       (where a memory cannot take back a part of a draft), nor after that of a text's final token for its
+       states.
+    3. :meth:`accept`, after such a batch, for each sequence that had its newest token in it, also when there
+       was no draft. Not for prompts, all of which stands.
+    4. :meth:`draft`, for the sequences that go on and have room for a draft.
+    5. :meth:`reset`, for a sequence that has ended, in whatever way. Its id then serves another text.
     """
 
     #: The target's states that it needs of every token: :func:`llamatap.generate` opens a tap for them, and
     #: ``context.tapped`` has them when :meth:`process` is called.
     target_layers: tuple[LayerId, ...] = ()
-    #: The most tokens that are asked for, by default all that there is room for; "auto" lets
-    #: :class:`llamatap.DraftLength` choose, 0 included.
-    n_max: int | Literal["auto"] = 2**31 - 1
-    #: Whether its drafts may have distributions (:attr:`Draft.distributions`). False lets
-    #: ``generate(..., rejection=True)`` refuse it at once.
+    #: The most tokens that are asked for; None for all that there is room for. "auto" measures which length
+    #: (of 0 to 8) gives the most tokens per second.
+    n_max: int | Literal["auto"] | None = None
+    #: Whether its tokens may be drawn, and drafts come with the distributions that they were drawn from
+    #: (:attr:`Draft.distributions`). False lets ``generate(..., rejection=True)`` refuse it at once.
     draws: bool = True
+    #: The draft context that it drafts with.
+    _spec: SpeculativeContext | None = None
 
     def process(self, batch: Batch) -> None:  # noqa: B027  a drafter may need none of it
-        """Take note of a batch that the target has decoded: of prompts, or of a piece of one; of the newest
-        token of a sequence, and its draft. Not of a last token whose state alone is wanted, nor of what is
-        decoded once more after a draft that fell.
+        """Take note of a batch that the target has decoded. Its entries of a draft may be taken back yet.
 
         :raises InvalidInputError: the drafter needs states that no open tap gives, or a batch is missing.
         """
@@ -108,8 +112,7 @@ class Drafter(ABC):
 
     def accept(self, seq: int, n: int) -> None:  # noqa: B027
         """Of the sequence's entries in the last batch, the first and ``n`` more stand (the token before the
-        draft, and the drafted ones that were accepted); the rest never was. Called after each batch that held
-        a newest token of the sequence, with a draft or without; not after those of its prompt.
+        draft, and the drafted ones that were accepted); the rest never was.
 
         :raises InvalidInputError: there were not so many.
         """
@@ -118,30 +121,112 @@ class Drafter(ABC):
         """Forget a sequence, known or not."""
 
 
-_Function: TypeAlias = Callable[[NDArray[np.intc]], Any]
+_Function: TypeAlias = Callable[[NDArray[np.int32]], Any]
 #: What :func:`llamatap.generate` takes for a drafter: several are asked in turn; a function is given token
 #: ids and gives those that may follow.
 AnyDrafter: TypeAlias = Drafter | _Function | Sequence[Drafter | _Function] | None
 
 
-def _longest(n_max: object) -> int:
+def longest_draft(n_max: object) -> int:
+    """An option ``n_max`` as a number."""
     if n_max == "auto":
         return AUTO_LONGEST
     return integer("n_max", n_max, 1, 1024)
 
 
-class _Native(Drafter, NotCopied):
+def check_shortest(n_min: object, n_max: int, why: str = "") -> int:
+    """An option ``n_min``, beside the most tokens that a draft can have."""
+    found = integer("n_min", n_min, 0)
+    if found > n_max:
+        raise InvalidInputError(
+            f"n_min must be at most n_max, {n_max}{why}, not {found}: all drafts would be given up"
+        )
+    return found
+
+
+def most_tokens(drafter: Drafter) -> int:
+    """What is asked of a drafter at most.
+
+    :raises InvalidInputError: its n_max is no number.
+    """
+    if drafter.n_max is None or drafter.n_max == "auto":
+        return 2**31 - 1
+    return integer("the drafter's n_max", drafter.n_max, 0)
+
+
+def checked_drafts(drafter: Drafter, requests: Mapping[int, DraftRequest]) -> dict[int, Draft]:
+    """What a drafter has for these requests, its own ``n_max`` heeded: drafts of the right types that are no
+    longer than was asked for, none of them empty.
+
+    :raises InvalidInputError: it gave something else.
+    """
+    n_max = most_tokens(drafter)
+    asked = {seq: replace(one, n_max=min(one.n_max, n_max)) for seq, one in requests.items()}
+    asked = {seq: one for seq, one in asked.items() if one.n_max > 0}
+    if not asked:
+        return {}
+    found = drafter.draft(asked)
+    if not isinstance(found, Mapping):
+        raise InvalidInputError(
+            f"a drafter gives a dict of drafts by sequence id, not {type(found).__name__}"
+        )
+    drafts: dict[int, Draft] = {}
+    for seq, request in asked.items():
+        draft = found.get(seq)
+        if draft is None:
+            continue
+        if not isinstance(draft, Draft):
+            raise InvalidInputError(f"a drafter gives llamatap.Draft objects, not {type(draft).__name__}")
+        tokens = token_array(draft.tokens)
+        # Rows that were never as many as the tokens stay so.
+        cut = slice(request.n_max if len(tokens) > request.n_max else None)
+        if len(tokens) > 0:
+            probs = _floats("probs", draft.probs, cut)
+            drafts[seq] = Draft(tokens[cut], probs, _floats("distributions", draft.distributions, cut))
+    return drafts
+
+
+def _floats(name: str, values: object, rows: slice) -> NDArray[np.float32] | None:
+    if values is None:
+        return None
+    try:
+        return np.ascontiguousarray(values, np.float32)[rows]
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(f"a draft's {name} must be a float32 array: {error}") from None
+
+
+class NativeDrafter(Drafter, NotCopied):
     """What the core drafts."""
 
     def __init__(self, core: _core.Drafter, n_max: int | Literal["auto"]) -> None:
-        self._core = core
-        self.n_max = n_max
+        self._core: _core.Drafter | None = core
+        self._n_max = n_max
+
+    @property
+    def n_max(self) -> int | Literal["auto"]:  # type: ignore[override]  # fixed when it is made
+        """The most tokens of a draft, or "auto"."""
+        return self._n_max
+
+    @property
+    def core(self) -> _core.Drafter:
+        """The core's object. Private to the package.
+
+        :raises ClosedError: what it drafts with was closed.
+        """
+        if self._core is None:
+            raise ClosedError("the draft context of this drafter was closed; make both anew")
+        return self._core
+
+    def drop(self) -> None:
+        """Let go of the core's object, as its draft context is closed. Private to the package."""
+        self._core = None
 
     def process(self, batch: Batch) -> None:
         instance("batch", batch, Batch)
-        self._core.process(batch)
+        self.core.process(batch)
 
     def draft(self, requests: Mapping[int, DraftRequest]) -> dict[int, Draft]:
+        core = self.core
         asked = [
             (
                 integer("a sequence id", seq),
@@ -153,7 +238,7 @@ class _Native(Drafter, NotCopied):
             for seq, request in requests.items()
         ]
         try:
-            drafts = self._core.draft(asked)
+            drafts = core.draft(asked)
         finally:
             flush_log()
         return {
@@ -161,13 +246,16 @@ class _Native(Drafter, NotCopied):
         }
 
     def accept(self, seq: int, n: int) -> None:
-        self._core.accept(integer("a sequence id", seq), integer("n", n))
+        self.core.accept(integer("a sequence id", seq), integer("n", n))
 
     def reset(self, seq: int) -> None:
-        self._core.reset(integer("a sequence id", seq))
+        seq = integer("a sequence id", seq)
+        # After the context was closed there is nothing left to forget.
+        if self._core is not None:
+            self._core.reset(seq)
 
 
-class NGramDrafter(_Native):
+class NGramDrafter(NativeDrafter):
     """Drafts what followed the last time that the same tokens came by in the sequence. Needs no model: good
     for texts that repeat themselves or their prompt (code that is edited, summaries, translations).
 
@@ -178,6 +266,8 @@ class NGramDrafter(_Native):
     :raises InvalidInputError: a number is out of range.
     """
 
+    draws = False
+
     def __init__(
         self,
         n_longest: int = 4,
@@ -186,160 +276,19 @@ class NGramDrafter(_Native):
         n_max: int | Literal["auto"] = 8,
         n_min: int = 1,
     ) -> None:
+        most = longest_draft(n_max)
         core = _core.ngram_drafter(
             n_longest=integer("n_longest", n_longest, 1, 64),
             n_shortest=integer("n_shortest", n_shortest, 1, 64),
-            n_max=_longest(n_max),
-            n_min=integer("n_min", n_min, 0),
+            n_max=most,
+            n_min=check_shortest(n_min, most),
         )
         super().__init__(core, n_max)
-        self.draws = False
-
-
-class _Speculative(_Native):
-    """Drafts with a draft context.
-
-    :ivar spec: the draft context.
-    """
-
-    _kinds: ClassVar[tuple[str, ...]]
-
-    def __init__(
-        self,
-        spec: SpeculativeContext,
-        *,
-        n_max: int | Literal["auto"] = 4,
-        n_min: int = 0,
-        p_min: float = 0.0,
-        temperature: float = 0.0,
-        seed: int = 0,
-    ) -> None:
-        instance("spec", spec, SpeculativeContext)
-        if spec.kind not in self._kinds:
-            raise InvalidInputError(
-                f"{type(self).__name__} drafts with a file of the kind {' or '.join(self._kinds)}; "
-                f"{spec.model.path.name} is of the kind {spec.kind}"
-                + (" (or was loaded without load_mtp=True)" if "mtp" in self._kinds else "")
-            )
-        probability = number("p_min", p_min)
-        if not 0 <= probability <= 1:
-            raise InvalidInputError(f"p_min must be in 0..1, not {p_min}")
-        heat = number("temperature", temperature)
-        if not 0 <= heat < float("inf"):
-            raise InvalidInputError(f"temperature must be finite and not negative, not {temperature}")
-        core = _core.speculative_drafter(
-            spec.core,
-            n_max=_longest(n_max),
-            n_min=integer("n_min", n_min, 0),
-            p_min=probability,
-            temperature=heat,
-            seed=integer("seed", seed, 0, 2**32 - 1),
-        )
-        # Several MTP blocks give a token each; the places of a DFlash block, one less than there are or all.
-        most = spec.n_heads if spec.n_heads > 1 else spec.longest_block
-        super().__init__(core, n_max if n_max == "auto" or most is None else min(n_max, most))
-        self.spec = spec
-        self.target_layers = spec.target_layers
-        self.draws = heat > 0
-
-    def process(self, batch: Batch) -> None:
-        instance("batch", batch, Batch)
-        features = self.spec.features() if self.target_layers else None
-        if features is not None and len(features) != len(batch):
-            raise InvalidInputError(
-                f"the open tap holds the states of {len(features)} tokens, the batch has {len(batch)}; "
-                "process each batch right after it was decoded"
-            )
-        try:
-            self._core.process(batch, features)
-        finally:
-            flush_log()
-
-
-class Eagle3Drafter(_Speculative):
-    """Drafts with an EAGLE-3 block: one decoder layer on the token and features of three of the target's
-    layers (https://arxiv.org/abs/2503.01840).
-
-    :param spec: a draft context of an ``eagle3`` file.
-    :param n_max: the most tokens of a draft, or "auto".
-    :param n_min: shorter drafts are given up, unless they were drawn.
-    :param p_min: a draft ends where the drafter finds no token as likely as this.
-    :param temperature: 0 drafts the most likely tokens. Above, tokens are drawn from softmax(logits /
-        temperature) and drafts carry their distributions, for ``generate(..., rejection=True)``.
-    :param seed: of the draws.
-    :raises InvalidInputError: a number is out of range, or a file of another kind.
-    """
-
-    _kinds = ("eagle3",)
-
-
-class MtpDrafter(_Speculative):
-    """Drafts with the multi-token-prediction blocks of a model, or of a file of their own. Of several, the
-    k-th drafts the k-th token, so that a draft has as many tokens at most.
-
-    :param spec: a draft context of a file with MTP blocks.
-    :param n_max: the most tokens of a draft, or "auto".
-    :param n_min: shorter drafts are given up, unless they were drawn.
-    :param p_min: a draft ends where the drafter finds no token as likely as this.
-    :param temperature: as of :class:`Eagle3Drafter`.
-    :param seed: of the draws.
-    :raises InvalidInputError: a number is out of range, or a file of another kind.
-    """
-
-    _kinds = ("mtp",)
-
-
-class DFlashDrafter(_Speculative):
-    """Drafts with a DFlash or DSpark file: a block of tokens in one decode, that sees features of the target
-    (https://arxiv.org/abs/2602.06036).
-
-    :param spec: a draft context of a ``dflash`` file.
-    :param n_max: the most tokens of a draft, or "auto"; the file's block holds ``spec.block_size`` places.
-    :param n_min: shorter drafts are given up, unless they were drawn.
-    :param p_min: a draft ends where the drafter finds no token as likely as this; with DSpark, where its
-        confidence head is less sure.
-    :param temperature: as of :class:`Eagle3Drafter`.
-    :param seed: of the draws.
-    :raises InvalidInputError: a number is out of range, or a file of another kind.
-    """
-
-    _kinds = ("dflash",)
-
-
-class ModelDrafter(_Speculative):
-    """Drafts with a smaller language model that has the target's vocabulary.
-
-    :param context: the target's.
-    :param draft: the model's file, a loaded model, or a draft context made of one.
-    :param n_max: the most tokens of a draft, or "auto".
-    :param n_min: shorter drafts are given up, unless they were drawn.
-    :param p_min: a draft ends where the drafter finds no token as likely as this.
-    :param temperature: as of :class:`Eagle3Drafter`.
-    :param seed: of the draws.
-    :raises InvalidInputError: a number is out of range, or another vocabulary.
-    :raises UnsupportedError: a recurrent model, which cannot take tokens back.
-    """
-
-    _kinds = ("model",)
-
-    def __init__(
-        self,
-        context: Context,
-        draft: str | os.PathLike[str] | Model | SpeculativeContext,
-        *,
-        n_max: int | Literal["auto"] = 4,
-        n_min: int = 0,
-        p_min: float = 0.0,
-        temperature: float = 0.0,
-        seed: int = 0,
-    ) -> None:
-        if not isinstance(draft, SpeculativeContext):
-            draft = SpeculativeContext(context, draft, as_model=True)
-        super().__init__(draft, n_max=n_max, n_min=n_min, p_min=p_min, temperature=temperature, seed=seed)
 
 
 class DrafterChain(Drafter):
-    """Asks drafters in turn: a sequence for which the first has no draft gets the second's, and so on.
+    """Asks drafters in turn: a sequence for which the first has no draft gets the second's, and so on. Of
+    each, no more than its own ``n_max`` is asked for.
 
     :param drafters: e.g. an :class:`NGramDrafter`, which costs nothing, before one with a model. For
         ``generate(..., rejection=True)`` all of them must draw their tokens.
@@ -351,11 +300,18 @@ class DrafterChain(Drafter):
             raise InvalidInputError("a chain needs at least one drafter")
         for drafter in drafters:
             instance("a drafter", drafter, Drafter)
+            most_tokens(drafter)
         self.drafters = drafters
         self.target_layers = tuple(dict.fromkeys(layer for one in drafters for layer in one.target_layers))
         self.draws = all(one.draws for one in drafters)
-        lengths = [one.n_max for one in drafters]
-        self.n_max = "auto" if "auto" in lengths else max(n for n in lengths if n != "auto")
+
+    @property
+    def n_max(self) -> int | Literal["auto"] | None:  # type: ignore[override]  # the longest of them
+        """That of the drafter with the longest drafts; "auto" when one's is."""
+        lengths = [one.n_max for one in self.drafters]
+        if "auto" in lengths:
+            return "auto"
+        return None if None in lengths else max(map(most_tokens, self.drafters))
 
     def process(self, batch: Batch) -> None:
         for drafter in self.drafters:
@@ -365,9 +321,7 @@ class DrafterChain(Drafter):
         drafts: dict[int, Draft] = {}
         for drafter in self.drafters:
             left = {seq: request for seq, request in requests.items() if seq not in drafts}
-            if left:
-                found = drafter.draft(left)
-                drafts.update({seq: draft for seq, draft in found.items() if len(draft.tokens) > 0})
+            drafts |= checked_drafts(drafter, left)
         return drafts
 
     def accept(self, seq: int, n: int) -> None:
@@ -378,110 +332,117 @@ class DrafterChain(Drafter):
         reset_all(self.drafters, [seq])
 
 
-class CallableDrafter(Drafter):
-    """Drafts with a function of the whole text, such as llama-cpp-python's ``LlamaDraftModel`` objects.
+class _Text:
+    """The tokens of a sequence, in an array with room to grow."""
 
-    :param function: called with the token ids so far, an integer array ``(n,)``; returns those that may
-        follow.
-    :param n_max: the most tokens of a draft, or "auto".
-    :raises InvalidInputError: no function, or ``n_max`` is out of range.
+    def __init__(self) -> None:
+        self.n = 0
+        self.start = 0  # of the last batch
+        self._room = np.zeros(256, np.int32)
+
+    def write(self, start: int, tokens: Sequence[int]) -> None:
+        """Let these stand from ``start`` on, and nothing after them."""
+        end = start + len(tokens)
+        if end > len(self._room):
+            self._room = np.concatenate([self._room[:start], np.zeros(2 * end - start, np.int32)])
+        self._room[start:end] = tokens
+        self.start, self.n = start, end
+
+    def then(self, token: int) -> NDArray[np.int32]:
+        """A copy, with one more token."""
+        return np.append(self._room[: self.n], np.int32(token))
+
+
+class TextDrafter(Drafter):
+    """Drafts from the text of a sequence alone: a subclass has a :meth:`guess`, and calls this class's
+    ``__init__`` if it has one of its own. The texts are kept here; what was not accepted is not in them.
     """
 
-    def __init__(
-        self, function: Callable[[NDArray[np.intc]], Any], *, n_max: int | Literal["auto"] = 10
-    ) -> None:
-        if not callable(function):
-            raise InvalidInputError(f"function must be callable, not {type(function).__name__}")
-        _longest(n_max)
-        self.n_max = n_max
-        self.draws = False
-        self._function = function
-        self._texts: dict[int, list[int]] = {}
-        self._starts: dict[int, int] = {}
+    draws = False
+
+    def __init__(self) -> None:
+        self._texts: dict[int, _Text] = {}
+
+    @abstractmethod
+    def guess(self, tokens: NDArray[np.int32], n_max: int) -> ArrayLike:
+        """The token ids that may follow a text.
+
+        :param tokens: int32 ``(n,)``: all of it, prompt and newest token included; yours to keep or change.
+        :param n_max: how many can be used; what is beyond is cut off.
+        """
 
     def process(self, batch: Batch) -> None:
         instance("batch", batch, Batch)
         if batch.n_embd > 0:
             raise InvalidInputError("the drafter needs token ids; this batch holds embeddings")
-        texts: dict[int, list[int]] = {}
-        starts: dict[int, int] = {}
-        for token, position, seqs in sorted(
-            zip(batch.tokens.tolist(), batch.positions.tolist(), batch.sequences, strict=True),
-            key=lambda entry: entry[1],
+        entries: dict[int, list[tuple[int, int]]] = {}
+        for position, token, seqs in zip(
+            batch.positions.tolist(), batch.tokens.tolist(), batch.sequences, strict=True
         ):
             for seq in seqs:
-                if seq not in starts:
-                    starts[seq] = position
-                    texts[seq] = self._texts.get(seq, [])[:position]
-                if position != len(texts[seq]):
+                entries.setdefault(seq, []).append((position, token))
+        for seq, found in entries.items():
+            found.sort()
+            known = self._texts.get(seq)
+            expected = min(found[0][0], 0 if known is None else known.n)
+            for position, _ in found:
+                if position != expected:
                     raise InvalidInputError(
-                        f"sequence {seq} goes on at position {len(texts[seq])}, not {position}; a drafter "
-                        "must process every batch"
+                        f"sequence {seq} goes on at position {expected}, not {position}; a drafter must "
+                        "process every batch"
                     )
-                texts[seq].append(token)
-        self._texts.update(texts)
-        self._starts.update(starts)
+                expected += 1
+        for seq, found in entries.items():
+            text = self._texts.setdefault(seq, _Text())
+            text.write(found[0][0], [token for _, token in found])
 
     def draft(self, requests: Mapping[int, DraftRequest]) -> dict[int, Draft]:
         drafts = {}
+        n_own = most_tokens(self)
         for seq, request in requests.items():
-            text = self._texts.get(seq, [])
-            if request.position != len(text):
+            text = self._texts.get(seq) or _Text()
+            if request.position != text.n:
                 raise InvalidInputError(
-                    f"sequence {seq}: the last token must be at position {len(text)}, not {request.position}"
+                    f"sequence {seq}: the last token must be at position {text.n}, not {request.position}"
                 )
-            n_max = min(_longest(self.n_max), request.n_max)
-            found = self._function(np.array([*text, request.last_token], np.intc))
-            tokens = token_array(np.asarray(found))[: max(n_max, 0)]
-            drafts[seq] = Draft(tokens)
+            n_max = max(min(n_own, request.n_max), 0)
+            drafts[seq] = Draft(token_array(self.guess(text.then(request.last_token), n_max))[:n_max])
         return drafts
 
     def accept(self, seq: int, n: int) -> None:
-        text = self._texts.get(seq, [])
-        start = self._starts.get(seq, 0)
-        if not 0 <= integer("n", n) < len(text) - start:
+        text = self._texts.get(seq) or _Text()
+        n_entries = text.n - text.start
+        if not 0 <= integer("n", n) < n_entries:
             raise InvalidInputError(
-                f"sequence {seq} had {len(text) - start} entries in the last batch; the first and {n} more "
-                "cannot stand"
+                f"sequence {seq} had {n_entries} entries in the last batch; the first and {n} more cannot "
+                "stand"
             )
-        del text[start + n + 1 :]
+        text.n = text.start + n + 1
 
     def reset(self, seq: int) -> None:
         self._texts.pop(seq, None)
-        self._starts.pop(seq, None)
 
 
-_BY_KIND: dict[str, type[_Speculative]] = {
-    "eagle3": Eagle3Drafter,
-    "mtp": MtpDrafter,
-    "dflash": DFlashDrafter,
-}
+class CallableDrafter(TextDrafter):
+    """Drafts with a function of the whole text, such as llama-cpp-python's ``LlamaDraftModel`` objects.
 
-
-def load_drafter(
-    context: Context,
-    draft: str | os.PathLike[str] | Model | SpeculativeContext,
-    *,
-    n_max: int | Literal["auto"] = 4,
-    n_min: int = 0,
-    p_min: float = 0.0,
-    temperature: float = 0.0,
-    seed: int = 0,
-) -> Drafter:
-    """The drafter for a file, whatever its kind: an :class:`Eagle3Drafter`, :class:`MtpDrafter`,
-    :class:`DFlashDrafter` or :class:`ModelDrafter`, with what these take.
-
-    :raises InvalidInputError: the file does not fit the context's model, or a number is out of range.
-    :raises ModelLoadError: the file cannot be loaded.
+    :param function: called with the token ids so far, int32 ``(n,)``; returns those that may follow.
+    :param n_max: the most tokens of a draft, or "auto".
+    :raises InvalidInputError: no function, or ``n_max`` is out of range.
     """
-    spec = draft if isinstance(draft, SpeculativeContext) else SpeculativeContext(context, draft)
-    if spec.kind == "model":
-        return ModelDrafter(
-            context, spec, n_max=n_max, n_min=n_min, p_min=p_min, temperature=temperature, seed=seed
-        )
-    return _BY_KIND[spec.kind](
-        spec, n_max=n_max, n_min=n_min, p_min=p_min, temperature=temperature, seed=seed
-    )
+
+    def __init__(
+        self, function: Callable[[NDArray[np.int32]], Any], *, n_max: int | Literal["auto"] = 10
+    ) -> None:
+        super().__init__()
+        if not callable(function):
+            raise InvalidInputError(f"function must be callable, not {type(function).__name__}")
+        longest_draft(n_max)
+        self.n_max = n_max
+        self._function = function
+
+    def guess(self, tokens: NDArray[np.int32], n_max: int) -> Any:
+        return self._function(tokens)
 
 
 def as_drafter(drafter: object) -> Drafter | None:
@@ -493,14 +454,10 @@ def as_drafter(drafter: object) -> Drafter | None:
         return drafter
     if isinstance(drafter, Sequence) and not isinstance(drafter, (str, bytes)):
         return DrafterChain(*[one for one in map(as_drafter, drafter) if one is not None])
-    if isinstance(drafter, (str, os.PathLike, Model, SpeculativeContext)):
-        raise InvalidInputError(
-            f"drafter must be a Drafter, a list of them, or a function of token ids, not {drafter!r}; "
-            "make one with load_drafter(context, ...) and give generate() the same context"
-        )
     if isinstance(drafter, type) or not callable(drafter):
         raise InvalidInputError(
-            f"drafter must be a Drafter, a list of them, or a function of token ids, not {drafter!r}"
+            f"drafter must be a Drafter, a list of them, or a function of token ids, not {drafter!r}; "
+            "load_drafter(context, ...) makes one of a file, with the context that generate() is given"
         )
     return CallableDrafter(drafter)
 
@@ -524,7 +481,7 @@ def leaves(drafter: Drafter) -> Iterator[Drafter]:
 
 def specs_of(drafter: Drafter) -> list[SpeculativeContext]:
     """The draft contexts of a drafter, or of those in a chain."""
-    return [one.spec for one in leaves(drafter) if isinstance(one, _Speculative)]
+    return [one._spec for one in leaves(drafter) if one._spec is not None]
 
 
 def new_length(drafter: Drafter) -> DraftLength | None:

@@ -7,14 +7,14 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from llamatap import layers as layer_ids
-from llamatap._check import NotCopied, instance, integer, separate
+from llamatap._check import instance, integer, separate
+from llamatap._closing import Closing
 from llamatap._native import _core, flush_log
 from llamatap._prompts import Input, Window, bounds, is_single, out_array, prompt_tokens
 from llamatap.context import Context, ContextOptions
@@ -186,7 +186,7 @@ class _Run:
         )
 
 
-class Extractor(NotCopied):
+class Extractor(Closing):
     """Extraction with the sizes in your hands: a model and a context that fits the work.
 
     :param model: the model.
@@ -231,17 +231,6 @@ class Extractor(NotCopied):
         if self._context is not None:
             self._context.close()
             self._context = None
-
-    def __enter__(self) -> Extractor:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _fit(self, run: _Run, lengths: Sequence[int]) -> Context:
         """The kept context when it suits this work, else a new one."""

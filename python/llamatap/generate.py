@@ -159,9 +159,9 @@ def generate(
     :param prompts: a str, token ids, or a list of either.
     :param drafter: a :class:`Drafter` (several in a list are asked in turn), or a function from token ids to
         those that may follow, such as llama-cpp-python's draft models. The tokens are the same without one:
-        the target chooses every token itself, and a draft is used as far as it is equal. That is exact where
-        the engine's results do not depend on how many tokens it computes at once (float32 weights on a CPU);
-        elsewhere near-ties may fall the other way.
+        the target chooses every token itself, and a draft is used as far as it is equal. But the engine
+        rounds otherwise when it computes several tokens at once: near-ties may fall the other way, rarely
+        with float32 weights on a CPU, now and then with quantised ones.
     :param max_tokens: of each prompt, a stop token included. With a model, texts are no longer than what it
         was trained with (:attr:`Model.n_ctx_train`), and end there as in a full context.
     :param temperature: 0 takes the most likely token. This and the others up to ``penalty_last_n``: as of

@@ -10,14 +10,14 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from llamatap import chat
-from llamatap._check import NotCopied, flag, integer
+from llamatap._check import flag, integer
+from llamatap._closing import Closing
 from llamatap._native import _core, ensure_backends, flush_log
 from llamatap.cache import sample_file
 from llamatap.errors import (
@@ -69,7 +69,7 @@ def _utf8(text: str) -> bytes:
         raise InvalidInputError(f"the text is not valid Unicode: {error}") from error
 
 
-class Model(NotCopied):
+class Model(Closing):
     """A model loaded from a GGUF file.
 
     :param path: the file (of a split model: the first one).
@@ -184,17 +184,6 @@ class Model(NotCopied):
             self._extractor = None
         self.__dict__.pop("layer_map", None)
         self._native = None
-
-    def __enter__(self) -> Model:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         if self._native is None:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from llamatap import _saved
-from llamatap._check import NotCopied, flag, instance, integer
+from llamatap._check import flag, instance, integer
+from llamatap._closing import Closing
 from llamatap._native import _core, flush_log
 from llamatap.context import Context, Memory, thread_count
-from llamatap.errors import ClosedError, InvalidInputError
+from llamatap.errors import ClosedError, InvalidInputError, UnsupportedError
 from llamatap.layers import LayerId
 from llamatap.model import Model, token_array
+
+if TYPE_CHECKING:
+    from llamatap.drafters import NativeDrafter
 
 __all__ = ["DraftOutput", "SpeculativeContext"]
 
@@ -26,12 +30,14 @@ __all__ = ["DraftOutput", "SpeculativeContext"]
 class DraftOutput:
     """What :meth:`SpeculativeContext.decode` gives for its outputs, in their order. Arrays are owned.
 
-    :ivar ids: int32 ``(n_outputs, top_k)``: the most likely tokens, falling. Ids of the target's vocabulary.
-    :ivar probs: float32 ``(n_outputs, top_k)``: their probabilities, of a softmax over the draft's
-        vocabulary.
+    :ivar ids: int32 ``(n_outputs, top_k)``: the most likely tokens, falling. They are the target's, also
+        where an EAGLE-3 file has a smaller vocabulary of its own; a plain model whose vocabulary is padded
+        further than the target's may give ids that the target does not have.
+    :ivar probs: float32 ``(n_outputs, top_k)``: their probabilities, of a softmax over the logits.
     :ivar states: float32 ``(n_outputs, n_state)``: the states for the pairs that come next; None for a plain
         model.
-    :ivar logits: float32 ``(n_outputs, n_vocab)`` when asked for; -inf for tokens that the draft cannot give.
+    :ivar logits: None unless asked for: float32 ``(n_outputs, spec.model.n_vocab)``, by the same ids; -inf
+        for tokens that the draft cannot give.
     """
 
     ids: NDArray[np.int32]
@@ -60,33 +66,41 @@ def _integers(name: str, values: ArrayLike) -> NDArray[np.int32]:
         raise InvalidInputError(str(error).replace("token ids", name)) from None
 
 
-class SpeculativeContext(NotCopied):
+class SpeculativeContext(Closing):
     """A draft model beside a target: one context for all sequences, with the calls that drafting is made of.
 
     :param context: the target's. It is kept alive, and the draft may use its token embedding and output head.
     :param draft: the drafter's file, or a loaded model: an EAGLE-3 file (architecture ``eagle3``); MTP
         blocks, in a file of their own or in the target's (``context.model``, loaded with ``load_mtp=True``);
-        or a smaller language model with the target's vocabulary.
+        a DFlash or DSpark file (``dflash``); or a smaller language model with the target's vocabulary.
     :param n_seq_max: sequence ids are 0..n_seq_max-1; None for the target's.
     :param n_ctx: tokens that fit; 0 for the target's.
     :param n_ubatch: the most tokens computed at once.
-    :param n_threads: None for the number of physical cores.
+    :param n_threads: None for the target's.
     :param type_k: type of the K cache, as of :class:`Context`.
     :param type_v: type of the V cache.
     :param flash_attn: None leaves it to the engine.
-    :param kv_unified: as of :class:`Context`; None for what the target's has, or False for a draft with
-        sliding windows, each sequence of which then has room for as many tokens as the target.
+    :param kv_unified: as of :class:`Context`, of the draft's context. None for True with a DFlash file, whose
+        blocks of all sequences are then one decode, else for what the target's has; and for False with a
+        draft of sliding windows, each sequence of which then has room for as many tokens as the target.
     :param n_gpu_layers: of a draft that is loaded from a file.
     :param as_model: take the draft as a language model, MTP blocks or not.
     :raises InvalidInputError: the draft does not fit the target (vocabulary, width, layers, d2t); with what
         was expected and found.
     :raises UnsupportedError: the engine cannot draft with this file.
     :raises ModelLoadError: the file cannot be loaded.
+    :ivar target: the target's context.
+    :ivar model: the draft model.
+    :ivar n_seq_max: sequence ids are 0..n_seq_max-1.
+    :ivar kind: how it drafts: "model", "eagle3", "mtp" or "dflash".
+    :ivar target_layers: the target's states that it needs of every token, as layer ids of llamatap; empty for
+        a plain model.
 
     Pairs: what EAGLE-3 and MTP blocks decode is a token with a state. With ``state[p]`` the target's at
     position p (for EAGLE-3, :meth:`encode` of its features), EAGLE-3 takes ``(token[p+1], state[p])`` at
     position p, MTP ``(token[p], state[p-1])`` at position p, with zeros for ``state[-1]``. A plain model
-    takes tokens alone.
+    takes tokens alone. :meth:`encode` is for EAGLE-3 and MTP, :meth:`decode` for these and plain models. A
+    DFlash file decodes no pairs and has neither: :class:`llamatap.DFlashDrafter` drafts with it.
     """
 
     def __init__(
@@ -106,16 +120,20 @@ class SpeculativeContext(NotCopied):
         as_model: bool = False,
     ) -> None:
         self._native: _core.SpeculativeContext | None = None
+        #: Those that draft with it, and end with it. Private to the package.
+        self.drafters: weakref.WeakSet[NativeDrafter] = weakref.WeakSet()
         instance("context", context, Context)
         target = context.native
+        self._owns_model = not isinstance(draft, Model)
         if not isinstance(draft, Model):
             draft = Model(draft, load_mtp=True, n_gpu_layers=n_gpu_layers)
-        #: The target's context.
         self.target = context
-        #: The draft model.
         self.model = draft
         self.n_seq_max = context.n_seq_max if n_seq_max is None else integer("n_seq_max", n_seq_max, 1)
-        unified = context.kv_unified if kv_unified is None else flag("kv_unified", kv_unified)
+        self.n_threads = context.n_threads if n_threads is None else thread_count(n_threads)
+        unified = context.kv_unified or draft.arch == "dflash"
+        if kv_unified is not None:
+            unified = flag("kv_unified", kv_unified)
         room = integer("n_ctx", n_ctx, 0) or context.n_ctx
         if kv_unified is None and unified and 0 < draft.native.n_swa < room and self.n_seq_max > 1:
             # In one memory for all, what a window no longer reaches is lost to other sequences' tokens, and
@@ -134,7 +152,7 @@ class SpeculativeContext(NotCopied):
                 n_batch=max(n_ubatch, 512),
                 n_ubatch=n_ubatch,
                 n_seq_max=self.n_seq_max,
-                n_threads=thread_count(n_threads),
+                n_threads=self.n_threads,
                 type_k=type_k,
                 type_v=type_v,
                 flash_attention=-1 if flash_attn is None else int(flag("flash_attn", flash_attn)),
@@ -143,12 +161,8 @@ class SpeculativeContext(NotCopied):
         finally:
             flush_log()
         self._facts = {"arch": draft.arch, "type_k": type_k, "type_v": type_v}
-        self._context = self._native.context
-        #: How it drafts: "model", "eagle3", "mtp" or "dflash".
         self.kind: Literal["model", "eagle3", "mtp", "dflash"] = self._native.kind  # type: ignore[assignment]
         n_layer = context.model.n_layer
-        #: The target's states that it needs of every token, as layer ids of llamatap; empty for a plain
-        #: model.
         self.target_layers: tuple[LayerId, ...] = tuple(
             "norm" if slot == n_layer + 1 else slot for slot in self._native.target_slots
         )
@@ -171,24 +185,19 @@ class SpeculativeContext(NotCopied):
         """
         return self.core.context
 
-    def close(self) -> None:
-        """Free the draft's context."""
-        self._native = None
-
     @property
     def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
         return self._native is None
 
-    def __enter__(self) -> SpeculativeContext:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+    def close(self) -> None:
+        """Free the draft's context, and the draft model where it was loaded here. Drafters made with it are
+        closed too: they raise ClosedError."""
+        self._native = None
+        for drafter in self.drafters:
+            drafter.drop()
+        if self._owns_model:
+            self.model.close()
 
     def __repr__(self) -> str:
         if self._native is None:
@@ -216,14 +225,22 @@ class SpeculativeContext(NotCopied):
         return self.core.n_heads
 
     @property
-    def longest_block(self) -> int | None:
-        """The tokens that a block of a DFlash file gives at most; None for other files."""
-        return self.core.longest_block
+    def block_size(self) -> int | None:
+        """The places of a DFlash file's block: the newest token and masks, each of which gives a token; with
+        DSpark the newest token's place may give one too. None for other files."""
+        return self.core.block_size if self.kind == "dflash" else None
 
     @property
     def memory(self) -> Memory:
         """The draft's memory of its sequences: the same operations as the target's."""
         return Memory(self)
+
+    def _check_pairs(self, call: str) -> None:
+        if self.kind == "dflash":
+            raise UnsupportedError(
+                f"{call}() is for pairs of tokens and states, which DFlash files do not have; draft with "
+                "DFlashDrafter"
+            )
 
     def features(self) -> NDArray[np.float32]:
         """The target's states of the last decode as :meth:`encode` takes them: float32
@@ -255,7 +272,9 @@ class SpeculativeContext(NotCopied):
         :param features: float32 ``(n, n_features)``; any n.
         :returns: float32 ``(n, n_state)``.
         :raises InvalidInputError: another shape or dtype, NaN or infinity.
+        :raises UnsupportedError: of a DFlash file.
         """
+        self._check_pairs("encode")
         try:
             return self.core.encode(_float_rows("features", features))
         finally:
@@ -285,8 +304,10 @@ class SpeculativeContext(NotCopied):
         :param head: which of several MTP blocks.
         :raises InvalidInputError: a token, position, sequence, shape or dtype is wrong.
         :raises ContextFullError: there is no room.
+        :raises UnsupportedError: of a DFlash file.
         """
         core = self.core
+        self._check_pairs("decode")
         ids = token_array(tokens)
         n = len(ids)
         if isinstance(outputs, (bool, np.bool_)):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -198,12 +199,17 @@ def test_generate_stops_where_it_is_told_and_reads_files(
         (["--n-max", "many"], "--n-max: expected a number or auto, found 'many'"),
         (["--drafter", "nowhere.gguf"], "nowhere.gguf"),
         (["--drafter", "mtp"], "is of the kind model"),
-        (["--max-tokens", "0"], "max_tokens must be in 1"),
+        (["--max-tokens", "0"], "--max-tokens must be in 1"),
+        (["-n", "-50"], "--max-tokens must be in 1"),
+        (["--p-min", "7"], "--p-min needs a drafter with probabilities"),
+        (["--p-min", "7", "--drafter", "ngram"], "--p-min needs a drafter with probabilities"),
+        (["--p-min", "7", "--drafter", "MODEL"], "p_min must be in 0..1"),
     ],
 )
 def test_generate_says_what_is_wrong(
     cycle_model: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    arguments = [str(cycle_model) if item == "MODEL" else item for item in arguments]
     assert main(["generate", str(cycle_model), "--prompt", "abc", *arguments]) == 1
     assert message in capsys.readouterr().err
 
@@ -266,3 +272,32 @@ def test_generate_drafts_what_is_likely_enough(
         done = capsys.readouterr()
         assert done.out == "defghijkl\n"
         assert f"drafted  {drafted} tokens, {drafted} accepted" in done.err
+
+
+def test_texts_may_begin_with_a_minus_sign(cycle_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", str(cycle_model), "-n", "6"]
+    assert main([*command, "--prompt", "-abc", "--stop", "---", "--stop", "-h", "--stop", "gh"]) == 0
+    assert capsys.readouterr().out == "def\n"
+
+
+def test_a_single_token_has_no_rounds(cycle_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(cycle_model), "--prompt", "abc", "-n", "1", "--stats"]) == 0
+    done = capsys.readouterr()
+    assert done.out == "d\n"
+    assert "rounds  0\n" in done.err
+    assert "nan" not in done.err
+
+
+@pytest.mark.parametrize("command", ["generate MODEL --prompt abc -n 400", "info MODEL", "build-config"])
+def test_a_closed_pipe_ends_quietly(command: str, cycle_model: Path) -> None:
+    arguments = [str(cycle_model) if item == "MODEL" else item for item in command.split()]
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb"):
+        running = subprocess.Popen(
+            [sys.executable, "-m", "llamatap", *arguments], stdout=writer, stderr=subprocess.PIPE, text=True
+        )
+        os.close(writer)
+    # Now nobody reads.
+    _, errors = running.communicate(timeout=120)
+    assert errors == ""
+    assert running.returncode == 141

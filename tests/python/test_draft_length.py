@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 import llamatap as lt
+from llamatap.draft_length import DraftLength
 
 LONGEST = 8
 #: The seconds of a round with a draft of this length.
@@ -24,7 +25,7 @@ def rates(shares: Shares, cost: Cost) -> NDArray[np.float64]:
 
 
 def rounds(
-    length: lt.DraftLength,
+    length: DraftLength,
     shares: Shares,
     cost: Cost,
     count: int,
@@ -77,7 +78,7 @@ WORTH = 0.93
 def test_the_best_length_is_chosen(case: str, seed: int) -> None:
     shares, cost, best = CLEAR[case]
     assert rates(shares, cost).argmax() == best
-    chosen = rounds(lt.DraftLength(LONGEST), shares, cost, 600, np.random.default_rng(seed))
+    chosen = rounds(DraftLength(LONGEST), shares, cost, 600, np.random.default_rng(seed))
     assert (chosen[200:] == best).mean() >= 0.9
 
 
@@ -88,7 +89,7 @@ def test_what_is_chosen_is_worth_nearly_as_much_as_the_best(case: str, noise: fl
     shares, cost = (CLEAR | FLAT)[case][:2]
     known = rates(shares, cost)
     for seed in range(8):
-        chosen = rounds(lt.DraftLength(LONGEST), shares, cost, 500, np.random.default_rng(seed), noise)[200:]
+        chosen = rounds(DraftLength(LONGEST), shares, cost, 500, np.random.default_rng(seed), noise)[200:]
         assert known[chosen].mean() > WORTH * known.max(), f"seed {seed}: {np.bincount(chosen)}"
 
 
@@ -103,7 +104,7 @@ def test_it_follows_when_acceptance_changes(before: float, after: float, slope: 
     known = rates([after] * 8, cost)
     for seed in range(5):
         rng = np.random.default_rng(seed)
-        length = lt.DraftLength(LONGEST)
+        length = DraftLength(LONGEST)
         rounds(length, [before] * 8, cost, 300, rng)
         chosen = rounds(length, [after] * 8, cost, 300, rng)[150:]
         assert known[chosen].mean() > WORTH * known.max(), f"seed {seed}: {np.bincount(chosen)}"
@@ -114,7 +115,7 @@ def test_it_follows_when_drafts_become_dear() -> None:
     round, and what it took long ago is forgotten then."""
     for seed in range(5):
         rng = np.random.default_rng(seed)
-        length = lt.DraftLength(LONGEST)
+        length = DraftLength(LONGEST)
         rounds(length, [0.7] * 8, lambda n: 1 + 0.02 * n, 200, rng)
         chosen = rounds(length, [0.7] * 8, lambda n: 1 + 1.0 * n, 300, rng)[150:]
         assert (chosen == 0).mean() >= 0.9
@@ -137,7 +138,7 @@ def test_it_knows_what_rounds_of_as_many_sequences_take(few: int, many: int) -> 
     known = rates(shares, alone)
     for seed in range(5):
         rng = np.random.default_rng(seed)
-        length = lt.DraftLength(LONGEST)
+        length = DraftLength(LONGEST)
         chosen = rounds(length, shares, together, 200, rng, n_sequences=many)
         assert (chosen[50:] == 0).mean() >= 0.9
         # Four rounds measure; in the seconds of `together` all would seem cheap.
@@ -150,7 +151,7 @@ def test_it_knows_what_rounds_of_as_many_sequences_take(few: int, many: int) -> 
 
 
 def test_estimates_are_shares_and_medians() -> None:
-    length = lt.DraftLength(3)
+    length = DraftLength(3)
     for _ in range(2000):
         length.observe(3, 1)
         length.measure(3, 2.0)
@@ -169,7 +170,7 @@ def test_estimates_are_shares_and_medians() -> None:
 
 
 def test_nothing_known_means_the_longest() -> None:
-    length = lt.DraftLength(5)
+    length = DraftLength(5)
     assert length.best() == 5
     assert length.seconds(2) is None
     assert {length.choose() for _ in range(8)} == {5, 0, 1, 2}
@@ -177,7 +178,7 @@ def test_nothing_known_means_the_longest() -> None:
 
 @pytest.mark.parametrize("longest", [1, 2, 3])
 def test_short_longest_lengths(longest: int) -> None:
-    length = lt.DraftLength(longest)
+    length = DraftLength(longest)
     rng = np.random.default_rng(1)
     chosen = rounds(length, [0.9] * longest, lambda n: 1 + 0.01 * n, 300, rng)
     assert set(chosen) <= set(range(longest + 1))
@@ -185,7 +186,7 @@ def test_short_longest_lengths(longest: int) -> None:
 
 
 def test_odd_measurements_raise_nothing() -> None:
-    length = lt.DraftLength(4)
+    length = DraftLength(4)
     for drafted, accepted, seconds in ((0, 0, 0.0), (9, 9, 0.0), (2, 0, 1e9), (4, 4, 1e-12), (1, 1, 0.0)):
         length.observe(drafted, accepted)
         length.measure(drafted, seconds)
@@ -197,4 +198,4 @@ def test_odd_measurements_raise_nothing() -> None:
 @pytest.mark.parametrize("longest", [0, -1, 1.5, "8", None, True])
 def test_wrong_longest_lengths_raise(longest: Any) -> None:
     with pytest.raises(lt.InvalidInputError):
-        lt.DraftLength(longest)
+        DraftLength(longest)

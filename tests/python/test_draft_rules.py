@@ -82,7 +82,7 @@ def test_a_draft_ends_before_a_token_that_is_not_likely_enough(
         likely = pair.oracle(text, longest)[1] >= p_min
         return int(np.argmin([*likely, False]))
 
-    for n_min in (0, 2, longest + 1):
+    for n_min in (0, 2, longest):
         lengths = []
         with opened(pair, n_seq_max=8, p_min=p_min, n_min=n_min) as loop:
             loop.start(texts)
@@ -291,6 +291,9 @@ WRONG: list[dict[str, Any]] = [
     {"n_max": None},
     {"n_min": -1},
     {"n_min": 0.5},
+    {"n_min": 5},
+    {"n_max": 2, "n_min": 3},
+    {"n_max": "auto", "n_min": 9},
     {"p_min": -0.1},
     {"p_min": 1.1},
     {"p_min": float("nan")},
@@ -310,3 +313,12 @@ def test_wrong_settings_raise(options: dict[str, Any], tmp_path: Path) -> None:
     for name in ("eagle3", "mtp", "model"):
         with pytest.raises(lt.InvalidInputError), opened(PAIRS[name](tmp_path), **options):
             pass
+
+
+def test_the_shortest_draft_is_no_longer_than_what_the_file_gives(tmp_path: Path) -> None:
+    with opened(PAIRS["mtp 3 heads"](tmp_path), n_max=6, n_min=3) as loop:
+        drafter = loop.drafter
+        assert isinstance(drafter, lt.MtpDrafter)
+        assert drafter.n_max == 3
+        with pytest.raises(lt.InvalidInputError, match=r"n_min must be at most n_max, 3 with .*gguf, not 4"):
+            lt.MtpDrafter(drafter.spec, n_max=6, n_min=4)

@@ -277,6 +277,64 @@ def test_a_chain_whose_first_has_all_asks_no_other() -> None:
     assert second.told == []
 
 
+class Raw(Fixed):
+    """Gives whatever it was made with."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__({})
+        self.given = given
+
+    def draft(self, requests: Mapping[int, lt.DraftRequest]) -> Any:
+        return self.given
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([lt.Draft(np.array([5], np.int32))], "dict of drafts by sequence id, not list"),
+        (None, "dict of drafts by sequence id, not NoneType"),
+        ({0: [1, 2]}, "llamatap.Draft objects, not list"),
+        ({0: lt.Draft([1.5])}, "integers"),  # type: ignore[arg-type]
+        ({0: lt.Draft(np.array([5], np.int32), "x")}, "probs must be"),  # type: ignore[arg-type]
+        ({0: lt.Draft(np.array([5], np.int32), None, [[{}]])}, "distributions must be"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_chain_says_what_is_wrong_with_its_members_drafts(given: Any, message: str) -> None:
+    chain = lt.DrafterChain(lt.NGramDrafter(), Raw(given))
+    chain.process(lt.Batch.of([5, 6]))
+    with pytest.raises(lt.InvalidInputError, match=message):
+        chain.draft({0: lt.DraftRequest(5, 2, 4)})
+
+
+def test_a_chain_asks_each_for_no_more_than_its_own_n_max() -> None:
+    asked = []
+
+    class Asked(Fixed):
+        def draft(self, requests: Mapping[int, lt.DraftRequest]) -> dict[int, lt.Draft]:
+            asked.append({seq: request.n_max for seq, request in requests.items()})
+            return super().draft(requests)
+
+    long = list(range(10, 20))
+    distributions = np.ones((10, 30), np.float32)
+    drawn = lt.Draft(np.array(long, np.int32), distributions[:, 0], distributions)
+    chain = lt.DrafterChain(
+        Asked({}, n_max=0), Asked({0: long}, n_max=3), Raw({1: drawn, 7: drawn}), Asked({2: long}, n_max=None)
+    )
+    assert chain.n_max is None
+    drafts = chain.draft({seq: lt.DraftRequest(5, 2, 8 - seq) for seq in (0, 1, 2)})
+    assert {seq: tokens_of(drafts, seq) for seq in drafts} == {0: long[:3], 1: long[:4], 2: long[:6]}
+    assert asked == [{0: 3, 1: 3, 2: 3}, {2: 6}]
+    assert drafts[1].probs is not None
+    assert drafts[1].distributions is not None
+    assert (drafts[1].probs.shape, drafts[1].distributions.shape) == ((4,), (4, 30))
+
+
+@pytest.mark.parametrize("n_max", [1.5, -1, "all"])
+def test_a_chain_of_a_drafter_whose_n_max_is_none_raises(n_max: Any) -> None:
+    with pytest.raises(lt.InvalidInputError, match="the drafter's n_max must be"):
+        lt.DrafterChain(lt.NGramDrafter(), Fixed({}, n_max=n_max))
+
+
 @pytest.mark.parametrize("drafters", [(), (5,), (None,), (lt.NGramDrafter(), len), (lt.NGramDrafter,)])
 def test_wrong_chains_raise(drafters: tuple[Any, ...]) -> None:
     with pytest.raises(lt.InvalidInputError):
@@ -297,6 +355,9 @@ def test_wrong_chains_raise(drafters: tuple[Any, ...]) -> None:
         {"n_max": True},
         {"n_min": -1},
         {"n_min": None},
+        {"n_max": 2, "n_min": 3},
+        {"n_min": 9},
+        {"n_max": "auto", "n_min": 9},
     ],
     ids=str,
 )

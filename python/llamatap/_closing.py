@@ -1,0 +1,33 @@
+"""What a ``with`` block closes: models, contexts and extractors."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from llamatap._check import NotCopied
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Closing"]
+
+
+class Closing(NotCopied):
+    """What holds objects of the core until :meth:`close`, or the end of a ``with`` block."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of them; another time does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
