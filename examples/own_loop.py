@@ -52,5 +52,7 @@ def generate(
 
 if __name__ == "__main__":
     with lt.Model(sys.argv[1]) as model, model.context(n_ctx=2048) as own:
-        ids = generate(own, lt.SpeculativeContext(own, sys.argv[2]), model.tokenize(sys.argv[3]).tolist(), 64)
-        print(model.detokenize(ids))
+        beside = lt.SpeculativeContext(own, sys.argv[2])
+        if beside.kind != "eagle3":
+            sys.exit(f"this loop is that of EAGLE-3; {sys.argv[2]} is of the kind {beside.kind}")
+        print(model.detokenize(generate(own, beside, model.tokenize(sys.argv[3]).tolist(), 64)))

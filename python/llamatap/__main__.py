@@ -79,7 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     extract.add_argument("model", type=Path, help="a GGUF file")
     source = extract.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", help="the prompt")
-    source.add_argument("--file", type=Path, help="a UTF-8 file that holds the prompt; - for stdin")
+    source.add_argument(
+        "--file",
+        type=Path,
+        help="a UTF-8 file that holds the prompt, a newline at its end included; - for stdin",
+    )
     source.add_argument("--chat", metavar="TEXT", help="a user's turn, put into the chat template")
     source.add_argument("--tokens", help="token ids, comma-separated")
     extract.add_argument(
@@ -107,21 +111,29 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("model", type=Path, help="a GGUF file")
     text = generate.add_mutually_exclusive_group(required=True)
     text.add_argument("--prompt", help="the text to continue")
-    text.add_argument("--file", type=Path, help="a UTF-8 file that holds it; - for stdin")
+    text.add_argument(
+        "--file", type=Path, help="a UTF-8 file that holds it, a newline at its end included; - for stdin"
+    )
     text.add_argument("--chat", metavar="TEXT", help="a user's turn, put into the chat template")
     generate.add_argument(
         "--drafter",
         metavar="FILE",
         help="an EAGLE-3, MTP or DFlash file or a smaller model; ngram; or mtp for the model's own blocks",
     )
-    generate.add_argument("--n-max", default="4", help="tokens of a draft, or auto (default: 4)")
+    generate.add_argument("--n-max", help="tokens of a draft, or auto (default: 8 with ngram, else 4)")
     generate.add_argument("--p-min", type=float, help="end a draft before less likely tokens")
-    generate.add_argument("-n", "--max-tokens", type=int, default=128)
-    generate.add_argument("--temperature", type=float, default=0.0)
-    generate.add_argument("--top-k", type=int, default=0)
-    generate.add_argument("--top-p", type=float, default=1.0)
-    generate.add_argument("--seed", type=int)
-    generate.add_argument("--stop", action="append", default=[], help="a string that ends the text")
+    generate.add_argument(
+        "-n", "--max-tokens", type=int, default=128, metavar="N", help="tokens at most (default: 128)"
+    )
+    generate.add_argument(
+        "--temperature", type=float, default=0.0, help="0, the default, takes the most likely token"
+    )
+    generate.add_argument("--top-k", type=int, default=0, help="draw of so many (default: 0, of all)")
+    generate.add_argument("--top-p", type=float, default=1.0, help="draw of so much (default: 1, of all)")
+    generate.add_argument("--seed", type=int, help="of the random numbers (default: another one each time)")
+    generate.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="what ends the text; may be given again"
+    )
     generate.add_argument("--gpu-layers", type=int, default=0, help="layers on the GPU; -1 for all")
     generate.add_argument("--stats", action="store_true", help="print what drafting did, to stderr")
     generate.set_defaults(run=_generate)
@@ -206,6 +218,8 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def _read_text(path: Path) -> str:
+    if str(path) == "-" and sys.stdin is None:
+        raise InvalidInputError("--file -: there is no standard input")
     data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
     try:
         return data.decode()
@@ -257,6 +271,12 @@ def _extract(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _print(text: str = "", end: str = "\n") -> None:
+    """To a terminal of whatever encoding: what it lacks is escaped."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), end=end, flush=True)
+
+
 def _generate(arguments: argparse.Namespace) -> int:
     from llamatap import (
         Generation,
@@ -270,9 +290,11 @@ def _generate(arguments: argparse.Namespace) -> int:
     from llamatap.drafters import Drafter
     from llamatap.model_drafters import DraftOptions
 
+    if arguments.drafter is None and arguments.n_max is not None:
+        raise InvalidInputError("--n-max is of drafts; there is no --drafter")
     n_max: int | Literal["auto"]
     try:
-        n_max = "auto" if arguments.n_max == "auto" else int(arguments.n_max)
+        n_max = "auto" if arguments.n_max == "auto" else int(arguments.n_max or 4)
     except ValueError:
         raise InvalidInputError(f"--n-max: expected a number or auto, found {arguments.n_max!r}") from None
     # Before a context is sized by it.
@@ -291,7 +313,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         with model.context(n_ctx=len(tokens) + max_tokens) as context:
             drafter: Drafter | None = None
             if arguments.drafter == "ngram":
-                drafter = NGramDrafter(n_max=n_max)
+                drafter = NGramDrafter() if arguments.n_max is None else NGramDrafter(n_max=n_max)
             elif own_blocks:
                 blocks = SpeculativeContext(context, model)
                 drafter = MtpDrafter(blocks, **options)
@@ -310,9 +332,9 @@ def _generate(arguments: argparse.Namespace) -> int:
                 stop=arguments.stop,
                 stream=True,
             ):
-                print(event.text, end="", flush=True)
+                _print(event.text, end="")
                 final = event.final or final
-    print(flush=True)
+    _print()
     if arguments.stats and final is not None:
         stats = final.stats
         seconds = stats.target_seconds + stats.draft_seconds + stats.sampling_seconds

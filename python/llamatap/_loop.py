@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Literal
 
@@ -21,6 +21,7 @@ from llamatap.drafters import (
     Draft,
     Drafter,
     DraftRequest,
+    checked_drafts,
     leaves,
     most_tokens,
     new_length,
@@ -29,7 +30,7 @@ from llamatap.drafters import (
 )
 from llamatap.errors import BusyError, EngineError, InvalidInputError
 from llamatap.generation import Event, TokenLogprobs
-from llamatap.model import token_array
+from llamatap.layers import LayerId, normalize
 from llamatap.states import States
 
 __all__ = ["Loop", "check_free"]
@@ -96,7 +97,7 @@ class Loop:
         self.free = list(range(n_seqs))[::-1]
         self.length = None if drafter is None else new_length(drafter)
         self.n_max = 0 if drafter is None else most_tokens(drafter)
-        needed = () if drafter is None else drafter.target_layers
+        needed = () if drafter is None else _layers(drafter, context._loaded.n_layer)
         wanted = () if options.states is None else options.layers
         self.layers = tuple(dict.fromkeys((*needed, *wanted)))
         self.columns = [self.layers.index(layer) for layer in wanted]
@@ -246,33 +247,22 @@ class Loop:
         for sequence in drafting:
             sequence.n_rows = 1
         self._spent("target", *drafting)
-        drafts = drafter.draft(requests)
-        if not isinstance(drafts, Mapping):
-            raise InvalidInputError(
-                f"a drafter gives a dict of drafts by sequence id, not {type(drafts).__name__}"
-            )
+        drafts = checked_drafts(drafter, requests)
         total = 0
         for sequence in drafting:
-            draft = drafts.get(sequence.seq)
-            if draft is None:
-                continue
-            sequence.draft = self._checked(draft, requests[sequence.seq].n_max)
-            total += len(sequence.draft.tokens)
+            if draft := drafts.get(sequence.seq):
+                sequence.draft = self._usable(draft)
+                total += len(draft.tokens)
         self._spent("draft", *drafting)
         return round(total / len(drafting))
 
-    def _checked(self, draft: object, n_max: int) -> Draft:
-        if not isinstance(draft, Draft):
-            raise InvalidInputError(f"a drafter gives llamatap.Draft objects, not {type(draft).__name__}")
-        tokens = token_array(draft.tokens)
+    def _usable(self, draft: Draft) -> Draft:
+        tokens = draft.tokens
         n_vocab = self.context._loaded.n_vocab
-        distributions = None
-        if self.options.rejection and len(tokens):
-            distributions = _distributions(draft, len(tokens), n_vocab)[:n_max]
-        tokens = tokens[:n_max]
-        if len(tokens) and not (tokens.min() >= 0 and tokens.max() < n_vocab):
+        if not (tokens.min() >= 0 and tokens.max() < n_vocab):
             raise InvalidInputError(f"drafted token ids must be in 0..{n_vocab - 1}; found {tokens.tolist()}")
-        return Draft(tokens, None, distributions)
+        rejection = self.options.rejection
+        return Draft(tokens, None, _distributions(draft, n_vocab) if rejection else None)
 
     def _feed(self) -> None:
         """What enters the next pass: of prompts, as much as one engine call takes with all others' tokens."""
@@ -410,20 +400,22 @@ class Loop:
         self.free.append(sequence.seq)
 
 
-def _distributions(draft: Draft, n: int, n_vocab: int) -> NDArray[np.float32]:
+def _layers(drafter: Drafter, n_layer: int) -> tuple[LayerId, ...]:
+    layers = drafter.target_layers
+    return () if isinstance(layers, Sequence) and not len(layers) else normalize(layers, n_layer)
+
+
+def _distributions(draft: Draft, n_vocab: int) -> NDArray[np.float32]:
     """A draft's distributions, float32 ``(n, n_vocab)``.
 
     :raises InvalidInputError: there are none, or one is none.
     """
     if draft.distributions is None:
         raise InvalidInputError(
-            "rejection=True needs drafts with the distributions that they were drawn from; make the "
-            "drafter with a temperature above 0"
+            "rejection=True needs drafts with the distributions that they were drawn from; drafters with a "
+            "file have them with a temperature above 0"
         )
-    try:
-        found = np.ascontiguousarray(draft.distributions, np.float32)
-    except (TypeError, ValueError) as error:
-        raise InvalidInputError(f"distributions must be a float32 matrix: {error}") from None
+    found, n = draft.distributions, len(draft.tokens)
     if found.shape != (n, n_vocab):
         raise InvalidInputError(
             f"distributions must have a row of n_vocab={n_vocab} for each of the {n} drafted tokens; "

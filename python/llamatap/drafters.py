@@ -129,8 +129,10 @@ AnyDrafter: TypeAlias = Drafter | _Function | Sequence[Drafter | _Function] | No
 
 def longest_draft(n_max: object) -> int:
     """An option ``n_max`` as a number."""
-    if n_max == "auto":
+    if isinstance(n_max, str) and n_max == "auto":
         return AUTO_LONGEST
+    if isinstance(n_max, str):
+        raise InvalidInputError(f'n_max must be an integer or "auto", not {n_max!r}')
     return integer("n_max", n_max, 1, 1024)
 
 
@@ -152,6 +154,13 @@ def most_tokens(drafter: Drafter) -> int:
     if drafter.n_max is None or drafter.n_max == "auto":
         return 2**31 - 1
     return integer("the drafter's n_max", drafter.n_max, 0)
+
+
+def check_requests(requests: object) -> None:
+    """A dict of requests by sequence id."""
+    if isinstance(requests, Mapping) and all(isinstance(one, DraftRequest) for one in requests.values()):
+        return
+    raise InvalidInputError(f"requests must be a dict of DraftRequest by sequence id, not {requests!r}")
 
 
 def checked_drafts(drafter: Drafter, requests: Mapping[int, DraftRequest]) -> dict[int, Draft]:
@@ -182,6 +191,10 @@ def checked_drafts(drafter: Drafter, requests: Mapping[int, DraftRequest]) -> di
         cut = slice(request.n_max if len(tokens) > request.n_max else None)
         if len(tokens) > 0:
             probs = _floats("probs", draft.probs, cut)
+            if probs is not None and probs.shape != tokens[cut].shape:
+                raise InvalidInputError(
+                    f"a draft has a prob for each of its {len(tokens)} tokens; found the shape {probs.shape}"
+                )
             drafts[seq] = Draft(tokens[cut], probs, _floats("distributions", draft.distributions, cut))
     return drafts
 
@@ -227,6 +240,7 @@ class NativeDrafter(Drafter, NotCopied):
 
     def draft(self, requests: Mapping[int, DraftRequest]) -> dict[int, Draft]:
         core = self.core
+        check_requests(requests)
         asked = [
             (
                 integer("a sequence id", seq),
@@ -318,6 +332,7 @@ class DrafterChain(Drafter):
             drafter.process(batch)
 
     def draft(self, requests: Mapping[int, DraftRequest]) -> dict[int, Draft]:
+        check_requests(requests)
         drafts: dict[int, Draft] = {}
         for drafter in self.drafters:
             left = {seq: request for seq, request in requests.items() if seq not in drafts}
@@ -364,8 +379,8 @@ class TextDrafter(Drafter):
         self._texts: dict[int, _Text] = {}
 
     @abstractmethod
-    def guess(self, tokens: NDArray[np.int32], n_max: int) -> ArrayLike:
-        """The token ids that may follow a text.
+    def guess(self, tokens: NDArray[np.int32], n_max: int) -> ArrayLike | None:
+        """The token ids that may follow a text; none or None for no draft.
 
         :param tokens: int32 ``(n,)``: all of it, prompt and newest token included; yours to keep or change.
         :param n_max: how many can be used; what is beyond is cut off.
@@ -397,6 +412,7 @@ class TextDrafter(Drafter):
             text.write(found[0][0], [token for _, token in found])
 
     def draft(self, requests: Mapping[int, DraftRequest]) -> dict[int, Draft]:
+        check_requests(requests)
         drafts = {}
         n_own = most_tokens(self)
         for seq, request in requests.items():
@@ -406,7 +422,12 @@ class TextDrafter(Drafter):
                     f"sequence {seq}: the last token must be at position {text.n}, not {request.position}"
                 )
             n_max = max(min(n_own, request.n_max), 0)
-            drafts[seq] = Draft(token_array(self.guess(text.then(request.last_token), n_max))[:n_max])
+            found = self.guess(text.then(request.last_token), n_max)
+            try:
+                tokens = token_array([] if found is None else found)
+            except InvalidInputError as error:
+                raise InvalidInputError(f"what {type(self).__name__} guessed is no draft: {error}") from None
+            drafts[seq] = Draft(tokens[:n_max])
         return drafts
 
     def accept(self, seq: int, n: int) -> None:
@@ -426,7 +447,7 @@ class TextDrafter(Drafter):
 class CallableDrafter(TextDrafter):
     """Drafts with a function of the whole text, such as llama-cpp-python's ``LlamaDraftModel`` objects.
 
-    :param function: called with the token ids so far, int32 ``(n,)``; returns those that may follow.
+    :param function: called with the token ids so far, int32 ``(n,)``; returns those that may follow, or None.
     :param n_max: the most tokens of a draft, or "auto".
     :raises InvalidInputError: no function, or ``n_max`` is out of range.
     """

@@ -104,7 +104,8 @@ class Generation:
     :ivar text: its text, without the stop token or string.
     :ivar finish_reason: why it ended: "stop", "length", "context" or "cancelled".
     :ivar states: where asked for: the target's states of the generated tokens, one row each (``"full"``), or
-        of the last one (``"last"``).
+        of the last one (``"last"``). At the end of a full context there is no place for the last token, and
+        its row is missing.
     :ivar logprobs: where asked for, one for each token.
     :ivar stats: how it came about.
     """
@@ -140,7 +141,7 @@ class Event:
     states: States | None
     logprobs: TokenLogprobs | None
     final: Generation | None
-    _cancel: Callable[[], None]
+    _cancel: Callable[[], None] = field(repr=False)
 
     def cancel(self) -> None:
         """End this prompt's generation: what its last round gave still comes, and then an event with

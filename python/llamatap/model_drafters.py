@@ -73,7 +73,7 @@ class SpeculativeDrafter(NativeDrafter):
             raise InvalidInputError(
                 f"{type(self).__name__} drafts with a file of the kind {self.kind}; "
                 f"{spec.model.path.name} is of the kind {spec.kind}"
-                + (" (or was loaded without load_mtp=True)" if self.kind == "mtp" else "")
+                + (" (no MTP blocks in it, or loaded without load_mtp=True)" if self.kind == "mtp" else "")
             )
         probability = number("p_min", p_min)
         if not 0 <= probability <= 1:

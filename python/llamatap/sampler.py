@@ -42,7 +42,7 @@ class Sampler(NotCopied):
     :param frequency_penalty: subtracted for each recent occurrence.
     :param presence_penalty: subtracted once for a recent token.
     :param penalty_last_n: how many tokens are recent, 2**20 at most.
-    :param seed: of the random numbers, 0..2**32-1; None draws one (:attr:`seed` tells).
+    :param seed: of the random numbers, 0..2**32-2; None draws one (:attr:`seed` tells).
     :raises InvalidInputError: a value is out of range, or no number.
     """
 

@@ -232,7 +232,10 @@ class SpeculativeContext(Closing):
 
     @property
     def memory(self) -> Memory:
-        """The draft's memory of its sequences: the same operations as the target's."""
+        """The draft's memory of its sequences: the same operations as the target's. Blocks that attend to
+        the target's memory (gemma4-assistant) have none to change. A drafter whose sequence is changed here
+        drafts no more for it until it is reset.
+        """
         return Memory(self)
 
     def _check_pairs(self, call: str) -> None:
@@ -248,6 +251,8 @@ class SpeculativeContext(Closing):
 
         :raises InvalidInputError: no tap is open, nothing was decoded in it, or it lacks rows or layers.
         """
+        if not self.target_layers:
+            raise InvalidInputError("a plain model needs no states of its target, so there are no features")
         states = self.target.tapped
         tap = self.target._tap
         wanted = ", ".join(map(repr, self.target_layers))

@@ -189,14 +189,20 @@ def test_generate_stops_where_it_is_told_and_reads_files(
 ) -> None:
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("ab")
-    assert main(["generate", str(cycle_model), "--file", str(prompt), "--stop", "gh", "--n-max", "auto"]) == 0
+    assert main(["generate", str(cycle_model), "--file", str(prompt), "--stop", "gh"]) == 0
     assert capsys.readouterr().out == "cdef\n"
+    ngram = ["--drafter", "ngram", "--n-max", "auto"]
+    assert (
+        main(["generate", str(cycle_model), "--file", str(prompt), "--stop", "x", "--stop", "e", *ngram]) == 0
+    )
+    assert capsys.readouterr().out == "cd\n"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--n-max", "many"], "--n-max: expected a number or auto, found 'many'"),
+        (["--n-max", "many", "--drafter", "ngram"], "--n-max: expected a number or auto, found 'many'"),
+        (["--n-max", "3"], "there is no --drafter"),
         (["--drafter", "nowhere.gguf"], "nowhere.gguf"),
         (["--drafter", "mtp"], "is of the kind model"),
         (["--max-tokens", "0"], "--max-tokens must be in 1"),
@@ -301,3 +307,21 @@ def test_a_closed_pipe_ends_quietly(command: str, cycle_model: Path) -> None:
     _, errors = running.communicate(timeout=120)
     assert errors == ""
     assert running.returncode == 141
+
+
+def test_without_a_standard_input_there_is_no_file(
+    cycle_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["generate", str(cycle_model), "--file", "-"]) == 1
+    assert "there is no standard input" in capsys.readouterr().err
+
+
+def test_a_terminal_that_lacks_letters_gets_them_escaped(tmp_path: Path) -> None:
+    """The byte 0xC3, then 0xA9: an e with an accent."""
+    path = rigged.write_rigged_model(tmp_path / "same.gguf", range(rigged.N_VOCAB))
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "llamatap", "generate", str(path), "--prompt", "é", "-n", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii()

@@ -68,6 +68,8 @@ JUNK: dict[str, Callable[[Mapping[int, Any]], Any]] = {
     "None": tokens(None),
     "objects": tokens(np.array([None])),
     "beyond 64 bits": tokens([2**70]),
+    "more probs than tokens": each(lambda: lt.Draft(np.array([5], np.int32), np.ones(3, np.float32))),
+    "a prob of all tokens": each(lambda: lt.Draft(np.array([5], np.int32), np.float32(1))),
 }
 
 
@@ -83,11 +85,12 @@ def test_junk_of_a_drafter_is_no_draft(name: str, after: int, world: World) -> N
     "found", ["a", 5.5, [[5, 6]], [259], [-1], np.array([0.5]), {5}, [None], [2**40]], ids=str
 )
 def test_junk_of_a_function_is_no_draft(found: Any, world: World) -> None:
-    with pytest.raises(lt.InvalidInputError):
+    with pytest.raises(lt.InvalidInputError, match=r"CallableDrafter guessed|drafted token ids"):
         list(lt.generate(world.context, PROMPT, lambda tokens: found, max_tokens=12))
 
 
 TOO_LONG: dict[str, Any] = {
+    "None": None,
     "an empty list": [],
     "an empty tuple": (),
     "an empty array": np.zeros(0, np.int64),
@@ -101,7 +104,7 @@ TOO_LONG: dict[str, Any] = {
 def test_drafts_that_are_empty_or_too_long_are_fine(name: str, world: World) -> None:
     """Those that are too long are cut: to a function's n_max, to the room that is left."""
     found = TOO_LONG[name]
-    for drafter in (lambda tokens: found, Wrong(tokens(np.array(found, np.int32)), 0)):
+    for drafter in (lambda tokens: found, Wrong(tokens(np.array(found or [], np.int32)), 0)):
         options = {"max_tokens": 12, "ignore_eos": True}
         texts = list(lt.generate(world.context, [PROMPT] * 3, drafter, **options))
         assert [one.tokens.tolist() for one in texts] == [world.expected] * 3
@@ -197,3 +200,22 @@ def test_all_drafters_are_reset_though_one_fails(world: World) -> None:
     assert noting.texts == {}
     found = list(lt.generate(world.context, [PROMPT] * 3, [noting, ngram], max_tokens=12, ignore_eos=True))
     assert [one.tokens.tolist() for one in found] == [world.expected] * 3
+
+
+@pytest.mark.parametrize("layers", [None, 5, "norm!", [99], [1.5]], ids=str)
+def test_layers_that_are_none_are_refused(layers: Any, world: World) -> None:
+    drafter = Noting()
+    drafter.target_layers = layers
+    with pytest.raises(lt.InvalidInputError, match="layer"):
+        list(lt.generate(world.context, PROMPT, drafter, max_tokens=3))
+
+
+@pytest.mark.parametrize("requests", [None, [1], {0: None}, {0: (5, 3, 4)}], ids=str)
+def test_requests_that_are_none_are_refused(requests: Any) -> None:
+    for drafter in (
+        lt.NGramDrafter(),
+        lt.CallableDrafter(lambda tokens: []),
+        lt.DrafterChain(lt.NGramDrafter()),
+    ):
+        with pytest.raises(lt.InvalidInputError, match="requests must be a dict of DraftRequest"):
+            drafter.draft(requests)
