@@ -65,6 +65,18 @@ class Ways:
     def retain(self) -> None:
         self.loop(lambda i: True, keep=True)
 
+    def hybrid(self) -> None:
+        """By the number of tokens, and speculatively where the end-of-generation token is among the ten most
+        likely ones."""
+        end = self.context.model.eos_token
+        assert end is not None
+
+        def capture(i: int) -> bool:
+            logits = self.context.logits()
+            return i + 1 == self.n_tokens or bool(logits[end] >= np.partition(logits, -10)[-10])
+
+        self.loop(capture)
+
     def prefill(self) -> None:
         self.loop(lambda i: False)
         self.extractor(self.text, [LAYER], window=(-1, None))
@@ -96,6 +108,7 @@ def main() -> None:
         "predict the stop": ("a loop without states", ways.predict),
         "extract speculatively": ("a loop without states", ways.every_pass),
         "retain and pick": ("a loop without states", ways.retain),
+        "a hybrid": ("a loop without states", ways.hybrid),
         "prefill after sampling": ("a loop without states", ways.prefill),
         "generate": ("generate", ways.generate),
         "generate(states='last')": ("generate", lambda: ways.generate(states="last", layers=[LAYER])),
