@@ -246,8 +246,8 @@ MUTATIONS = [
     Mutation(
         "all sequences are verified with the logits of the first",
         "python/llamatap/_loop.py",
-        "sequence.first_row = len(batch)\n",
-        "sequence.first_row = 0\n",
+        "sequence.first_row, sequence.first_output = len(batch), n_outputs\n",
+        "sequence.first_row, sequence.first_output = 0, n_outputs\n",
         "tests/python/test_generate_drafts.py -k half_right",
     ),
     Mutation(
@@ -259,7 +259,7 @@ MUTATIONS = [
     ),
     Mutation(
         "after a saved state a token is left out",
-        "python/llamatap/_loop.py",
+        "python/llamatap/_rewind.py",
         "sequence.tokens[-n_accepted - 2 : -1]",
         "sequence.tokens[-n_accepted - 1 : -1]",
         "tests/python/test_generate_hybrid_drafters.py -k qwen35",

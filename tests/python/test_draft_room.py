@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import computes_with_nan
 from drafting import EXACT, PAIRS, Loop, assert_drafted, opened, random_text
 from tinies import drafters, linear, norm
 from tinies.blocks import write_dflash
@@ -90,6 +91,7 @@ def test_positions_beyond_what_a_draft_has_learned(tmp_path: Path, rng: np.rando
         assert spec.memory.last(0) < places
 
 
+@computes_with_nan
 @pytest.mark.parametrize("kind", ["eagle3", "mtp", "mtp 3 heads", "dflash"])
 def test_states_that_are_no_numbers_stay_out_of_the_memory(kind: str, tmp_path: Path) -> None:
     """A sequence beside one whose states are NaN drafts as it does alone."""
