@@ -63,9 +63,11 @@ Floats encode(SpeculativeContext& spec, const Floats& features) {
   Floats states({features.shape(0), static_cast<py::ssize_t>(spec.n_state())});
   float* target = states.mutable_data();
   const Poll poll = signal_poll();
-  const GilReleased released;
-  const auto held = spec.hold();
-  spec.encode(features.data(), n, target, poll);
+  {
+    const GilReleased released;
+    const auto held = spec.hold();
+    spec.encode(features.data(), n, target, poll);
+  }
   return states;
 }
 
@@ -119,25 +121,28 @@ std::tuple<Ints, Floats, std::optional<Floats>, std::optional<Floats>> decode(
   float* next_out = next ? next->mutable_data() : nullptr;
   float* logits_out = logits ? logits->mutable_data() : nullptr;
   const Poll poll = signal_poll();
-  const GilReleased released;
-  const auto held = spec.hold();
-  auto& context = *spec.context();
-  HeadSelection selection(spec);
-  selection.select(head);
-  if (n > 0) spec.decode(batch, poll);
-  const Use use = context.hold();
-  std::vector<float> all(static_cast<size_t>(n_vocab));
-  for (const int32_t row : rows) {
-    const float* values = context.output_logits(row);
-    softmax(values, n_vocab, 1.0F, all.data());
-    for (const int32_t id : largest(values, n_vocab, top_k)) {
-      *ids_out++ = id;
-      *probs_out++ = all[static_cast<size_t>(id)];
-    }
-    if (logits_out != nullptr) logits_out = std::copy(values, values + n_vocab, logits_out);
-    if (next_out != nullptr) {
-      const float* state = context.next_state(row);
-      next_out = std::copy(state, state + width, next_out);
+  {
+    // No array is copied in here: that counts references, which takes the GIL.
+    const GilReleased released;
+    const auto held = spec.hold();
+    auto& context = *spec.context();
+    HeadSelection selection(spec);
+    selection.select(head);
+    if (n > 0) spec.decode(batch, poll);
+    const Use use = context.hold();
+    std::vector<float> all(static_cast<size_t>(n_vocab));
+    for (const int32_t row : rows) {
+      const float* values = context.output_logits(row);
+      softmax(values, n_vocab, 1.0F, all.data());
+      for (const int32_t id : largest(values, n_vocab, top_k)) {
+        *ids_out++ = id;
+        *probs_out++ = all[static_cast<size_t>(id)];
+      }
+      if (logits_out != nullptr) logits_out = std::copy(values, values + n_vocab, logits_out);
+      if (next_out != nullptr) {
+        const float* state = context.next_state(row);
+        next_out = std::copy(state, state + width, next_out);
+      }
     }
   }
   return {ids, probs, next, logits};
