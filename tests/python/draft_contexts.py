@@ -13,12 +13,11 @@ from conftest import relative
 from drafting import EXACT
 from numpy.typing import NDArray
 from tinies import drafters
-from tinies.blocks import write_dflash
 from tinies.qwen35 import Qwen35WithMtp
 from tiny import TinyLlama
 
 import llamatap as lt
-from reference import decoder, dflash, eagle3, mtp, mtp_qwen35
+from reference import decoder, eagle3, mtp, mtp_qwen35
 
 #: Tokens, states, positions and a head to logits and the next states, of one sequence.
 Formula: TypeAlias = (
@@ -173,20 +172,7 @@ def model_world(folder: Path, **options: Any) -> Iterator[World]:
         yield World(spec, formula)
 
 
-@contextmanager
-def dflash_world(folder: Path, **options: Any) -> Iterator[World]:
-    """A block that sees no later places, after a text of nothing: so that it can be decoded in parts."""
-    target = TinyLlama().write(folder / "target.gguf")
-    weights = dflash.Weights.read(write_dflash(folder / "draft.gguf", causal=True), target)
-
-    def formula(tokens: Any, states: Any, positions: Any, head: int) -> Any:
-        return dflash.block_logits(list(tokens), np.zeros((0, 3 * 64)), weights)[0], states
-
-    with beside(target, folder / "draft.gguf", **options) as spec:
-        yield World(spec, formula)
-
-
-#: One of each kind.
+#: One of each kind that decodes pairs, or tokens.
 WORLDS: dict[str, Callable[..., Any]] = {
     "eagle3": lambda folder, **options: eagle3_world(folder, "all at once", **options),
     "mtp": mtp_world,
@@ -194,7 +180,6 @@ WORLDS: dict[str, Callable[..., Any]] = {
     "mtp of qwen35": qwen35_world,
     "mtp block of qwen35": lambda folder, **options: qwen35_world(folder, whole=False, **options),
     "model": model_world,
-    "dflash": dflash_world,
 }
 #: Those whose tokens come with states, at positions without a gap. (Where positions have several axes, as in
 #: qwen35, a picture may lie between two tokens.)
