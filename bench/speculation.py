@@ -287,7 +287,7 @@ def memory(folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--threads", type=int)
     arguments = parser.parse_args()
     for program in (QUANTIZE, PEER):
