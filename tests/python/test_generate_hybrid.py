@@ -297,3 +297,20 @@ def test_a_batch_of_two_ubatches_loses_nothing_of_a_window(
             with model.context(n_ctx=512, **EXACT) as context:
                 context.decode(lt.Batch.of(text))
                 assert relative(logits, context.logits()) < BOUND
+
+
+@pytest.mark.parametrize("small", ["n_ubatch", "n_batch", "n_outputs_max"])
+def test_drafts_over_windows_fit_what_is_computed_at_once(
+    small: str, files: Callable[[str], Path], rng: np.random.Generator
+) -> None:
+    with lt.Model(files("tiny-gemma3")) as model:
+        options = {"n_ctx": 1024, "n_seq_max": 4, small: 4, **EXACT}
+        with model.context(**options) as context:
+            for seed in range(6):
+                prompts = ragged(rng, model.n_vocab, rng.integers(1, 20, 7).tolist())
+                plain = [one.tokens.tolist() for one in lt.generate(context, prompts, max_tokens=16)]
+                texts = [[*prompt, *text] for prompt, text in zip(prompts, plain, strict=True)]
+                found = lt.generate(
+                    context, prompts, Guessing(model.n_vocab, texts, seed=seed), max_tokens=16
+                )
+                assert [one.tokens.tolist() for one in found] == plain
