@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict
 from llamatap._check import instance, integer, number
 from llamatap._native import _core, flush_log
 from llamatap.context import Batch, Context
-from llamatap.drafters import NativeDrafter, check_shortest, longest_draft
+from llamatap.drafters import Drafter, NativeDrafter, NGramDrafter, check_shortest, longest_draft
 from llamatap.errors import InvalidInputError
 from llamatap.model import Model
 from llamatap.speculative import SpeculativeContext
@@ -25,6 +25,7 @@ __all__ = [
     "MtpDrafter",
     "SpeculativeDrafter",
     "load_drafter",
+    "named_drafter",
 ]
 
 
@@ -214,3 +215,21 @@ def load_drafter(
                 "load_mtp=True, or let ModelDrafter draft with all of it"
             )
     return _BY_KIND[spec.kind](spec, **options)
+
+
+def named_drafter(
+    context: Context, name: str, *, n_gpu_layers: int = 0, **options: Unpack[DraftOptions]
+) -> Drafter:
+    """The drafter that a command line names: "ngram", "mtp" (the target's own blocks, which must be loaded), or
+    the file of one.
+
+    :raises InvalidInputError: as of :func:`load_drafter`; or ``p_min`` of n-grams, which have no probabilities.
+    :raises ModelLoadError: the file cannot be loaded.
+    """
+    if name == "ngram":
+        if options.keys() - {"n_max", "n_min"}:
+            raise InvalidInputError("n-grams have no probabilities; p_min needs a file, or mtp")
+        return NGramDrafter(n_max=options.get("n_max", 8), n_min=options.get("n_min", 1))
+    if name == "mtp":
+        return MtpDrafter(SpeculativeContext(context, context.model), **options)
+    return load_drafter(context, Model(name, n_gpu_layers=n_gpu_layers, load_mtp=True), **options)

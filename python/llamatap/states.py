@@ -6,7 +6,7 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from llamatap.cache import atomic_path, file_sha256
 from llamatap.errors import InvalidInputError
 from llamatap.layers import LayerId
 
-__all__ = ["Source", "States", "dtype_name"]
+__all__ = ["DTYPES", "Source", "States", "dtype_name"]
 
-_DTYPES = {
+DTYPES = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -42,7 +42,7 @@ def dtype_name(dtype: DTypeLike | str, what: str = "dtype") -> str:
         found = np.dtype(dtype)
     except (TypeError, ValueError, SyntaxError):
         found = None
-    for name, known in _DTYPES.items():
+    for name, known in DTYPES.items():
         if found == known:
             return name
     raise InvalidInputError(f"{what} must be float32, float16 or bfloat16, not {dtype!r}")
@@ -50,7 +50,7 @@ def dtype_name(dtype: DTypeLike | str, what: str = "dtype") -> str:
 
 def typed_view(array: NDArray[Any], name: str) -> NDArray[Any]:
     """The same memory as the named dtype: the core knows bfloat16 as uint16."""
-    return array.view(_DTYPES[name]) if name == "bfloat16" else array
+    return array.view(DTYPES[name]) if name == "bfloat16" else array
 
 
 class Source:
@@ -147,6 +147,20 @@ class States:
             raise InvalidInputError(f"layer {layer!r} was not asked for; there are {list(self.layers)}")
         column: NDArray[Any] = self.array[..., self.layers.index(wanted), :]
         return column
+
+    def select(self, layers: Iterable[LayerId] | LayerId) -> States:
+        """The states of some of the layers, in the order given: a view when they are all of them, else a copy.
+
+        :raises InvalidInputError: a layer is not among those asked for.
+        """
+        wanted = layer_ids.normalize(layers, self._n_layer)
+        if wanted == self.layers:
+            return self
+        array = np.stack([self[layer] for layer in wanted], axis=-2)
+        array.flags.writeable = False
+        return States(
+            array, self.tokens, wanted, n_layer=self._n_layer, source=self._source, details=self._details
+        )
 
     def __repr__(self) -> str:
         return (

@@ -1,0 +1,190 @@
+"""``llamatap serve``: models over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llamatap.commands._options import layer_list
+from llamatap.errors import InvalidInputError, UnsupportedError
+
+if TYPE_CHECKING:
+    from llamatap.context import ContextOptions
+    from llamatap.serve import ModelOptions, ServerOptions
+
+__all__ = ["add"]
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    serve = commands.add_parser(
+        "serve", help="serve models over HTTP: hidden states, completions, a verifier for trainers"
+    )
+    serve.add_argument(
+        "--model",
+        action="append",
+        required=True,
+        metavar="NAME=FILE.gguf",
+        help="a model and what requests call it (default: the file's name); may be given again",
+    )
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
+    serve.add_argument("--port", type=int, default=8000, help="0 for a free one (default: 8000)")
+    serve.add_argument(
+        "--api-key", help="what requests must bring (default: the variable LLAMATAP_API_KEY, if it is set)"
+    )
+    serve.add_argument(
+        "--insecure", action="store_true", help="listen at an address that others reach, without a key"
+    )
+    serve.add_argument("--gpu-layers", type=int, default=0, help="layers on the GPU; -1 for all")
+    serve.add_argument("--weights", choices=("f32", "f16", "bf16"), help="convert the weights first")
+    serve.add_argument("--threads", type=int, help="of the engine, for each model (default: one a core)")
+    serve.add_argument("--kv-type", help="of the KV cache: f32, f16, bf16, q8_0, ... (default: f16)")
+    serve.add_argument(
+        "--preset", action="append", default=[], type=Path, metavar="FILE.toml", help="a preset of your own"
+    )
+    text = serve.add_argument_group("completions")
+    text.add_argument(
+        "--drafter",
+        action="append",
+        default=[],
+        metavar="[NAME=]FILE",
+        help="a drafter of the model's; ngram; or mtp for the model's own blocks",
+    )
+    text.add_argument("--n-max", default="4", help="tokens of a draft, or auto (default: 4)")
+    text.add_argument("--parallel", type=int, default=8, help="texts generated at once (default: 8)")
+    text.add_argument(
+        "--n-ctx", type=int, default=0, help="tokens of all of them (default: what the model knows, each)"
+    )
+    verifier = serve.add_argument_group("verifier: files of states for a trainer of drafters")
+    verifier.add_argument(
+        "--hidden-states-path", type=Path, metavar="FOLDER", help="where completions with return_token_ids write"
+    )
+    verifier.add_argument(
+        "--verifier-layers",
+        type=layer_list,
+        help="which, besides H_n as the last (default: 2, n//2 and n-3 of n blocks)",
+    )
+    verifier.add_argument(
+        "--verifier-dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16"
+    )
+    verifier.add_argument("--quota-gib", type=float, default=16.0, help="of all files (default: 16)")
+    verifier.add_argument(
+        "--max-age", type=float, default=3600.0, metavar="SECONDS", help="of a file (default: 3600)"
+    )
+    limits = serve.add_argument_group("limits")
+    limits.add_argument("--max-queue", type=int, default=256, help="prompts that wait (default: 256)")
+    limits.add_argument("--max-length", type=int, default=32768, help="tokens of a prompt (default: 32768)")
+    limits.add_argument("--max-inputs", type=int, default=256, help="prompts of a request (default: 256)")
+    limits.add_argument("--max-body-mib", type=float, default=4.0, help="of a request (default: 4)")
+    limits.add_argument("--max-response-mib", type=float, default=256.0, help="of states (default: 256)")
+    limits.add_argument(
+        "--drain", type=int, default=60, metavar="SECONDS", help="for what was accepted, at the end (default: 60)"
+    )
+    serve.set_defaults(run=run)
+
+
+def _models(arguments: argparse.Namespace) -> list[ModelOptions]:
+    from llamatap.serve import ModelOptions
+
+    n_max = arguments.n_max
+    if n_max != "auto":
+        try:
+            n_max = int(n_max)
+        except ValueError:
+            raise InvalidInputError(f"--n-max: expected a number or auto, found {n_max!r}") from None
+    paths: dict[str, Path] = {}
+    for one in arguments.model:
+        name, equals, path = one.partition("=")
+        if not equals:
+            name, path = Path(one).stem, one
+        if name in paths:
+            raise InvalidInputError(f"--model: {name!r} is there twice; give each a NAME=")
+        paths[name] = Path(path)
+    drafters: dict[str, str] = {}
+    for one in arguments.drafter:
+        name, equals, drafter = one.partition("=")
+        if not equals:
+            if len(paths) > 1:
+                raise InvalidInputError(f"--drafter {one}: of which model? give NAME={one}")
+            name, drafter = next(iter(paths)), one
+        if name not in paths:
+            raise InvalidInputError(f"--drafter: there is no model {name!r}; there are {', '.join(paths)}")
+        drafters[name] = drafter
+    context: ContextOptions = {"n_threads": arguments.threads}
+    if arguments.kv_type is not None:
+        context |= {"type_k": arguments.kv_type, "type_v": arguments.kv_type}
+    return [
+        ModelOptions(
+            name=name,
+            path=path,
+            n_gpu_layers=arguments.gpu_layers,
+            weights=arguments.weights,
+            context=context,
+            n_ctx=arguments.n_ctx,
+            parallel=arguments.parallel,
+            drafter=drafters.get(name),
+            n_max=n_max,
+        )
+        for name, path in paths.items()
+    ]
+
+
+def _options(arguments: argparse.Namespace) -> ServerOptions:
+    from llamatap.serve import ServerOptions, VerifierOptions
+
+    verifier = None
+    if arguments.hidden_states_path is not None:
+        verifier = VerifierOptions(
+            folder=arguments.hidden_states_path,
+            layers=None if arguments.verifier_layers is None else tuple(arguments.verifier_layers),
+            dtype=arguments.verifier_dtype,
+            quota_bytes=int(arguments.quota_gib * 2**30),
+            max_age=arguments.max_age,
+        )
+    elif arguments.verifier_layers is not None:
+        raise InvalidInputError("--verifier-layers are of files; there is no --hidden-states-path")
+    return ServerOptions(
+        api_key=arguments.api_key or os.environ.get("LLAMATAP_API_KEY") or None,
+        max_queue=arguments.max_queue,
+        max_body_bytes=int(arguments.max_body_mib * 2**20),
+        max_response_bytes=int(arguments.max_response_mib * 2**20),
+        max_length=arguments.max_length,
+        max_inputs=arguments.max_inputs,
+        verifier=verifier,
+        presets={path.stem: path for path in arguments.preset},
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until SIGTERM or Ctrl-C; what was accepted is answered first."""
+    try:
+        import uvicorn
+
+        from llamatap.serve import create_app
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            f"{error.name} is missing; install what the server needs: pip install 'llamatap[server]'"
+        ) from error
+    options = _options(arguments)
+    if not _is_loopback(arguments.host) and options.api_key is None and not arguments.insecure:
+        raise InvalidInputError(
+            f"--host {arguments.host} lets others in: give an --api-key, or --insecure if that is meant"
+        )
+    app = create_app(_models(arguments), options)
+    uvicorn.run(
+        app,
+        host=arguments.host,
+        port=arguments.port,
+        timeout_graceful_shutdown=arguments.drain,
+        server_header=False,
+    )
+    return 0

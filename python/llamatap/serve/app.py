@@ -1,0 +1,100 @@
+"""The app: routes, middleware, and the life of the models."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from importlib.resources import files
+
+import anyio.to_thread
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import HTMLResponse
+
+from llamatap.errors import InvalidInputError
+from llamatap.serve import completions, errors, hidden_states
+from llamatap.serve.disconnect import ClientGoneError
+from llamatap.serve.limits import ApiKey, BodyLimit
+from llamatap.serve.metrics import Metrics, RequestMetrics
+from llamatap.serve.options import ModelOptions, ServerOptions
+from llamatap.serve.state import Server, server_of
+from llamatap.serve.verifier import VerifierFiles
+from llamatap.serve.worker import ModelWorker
+
+__all__ = ["create_app"]
+
+
+def create_app(models: Sequence[ModelOptions], options: ServerOptions | None = None) -> FastAPI:
+    """An ASGI app that serves models. They are loaded here; their threads run while the app does.
+
+    :raises InvalidInputError: no model, or two of one name.
+    :raises Error: a model, drafter or preset cannot be loaded.
+    """
+    from llamatap import __version__
+
+    if not models:
+        raise InvalidInputError("there is no model to serve")
+    names = [one.name for one in models]
+    if len(set(names)) < len(names):
+        raise InvalidInputError(f"each model needs a name of its own; found {', '.join(names)}")
+    options = options or ServerOptions()
+    metrics = Metrics()
+    verifier = None if options.verifier is None else VerifierFiles(options.verifier)
+    workers: dict[str, ModelWorker] = {}
+    with contextlib.ExitStack() as undo:
+        for one in models:
+            workers[one.name] = ModelWorker(one, options.max_queue, metrics)
+            undo.callback(workers[one.name].close)
+            if verifier is not None:
+                verifier.layers(workers[one.name].model)
+        server = Server(workers, options, metrics, verifier)
+        undo.pop_all()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        for worker in workers.values():
+            worker.start()
+        try:
+            yield
+        finally:
+            for worker in workers.values():
+                await anyio.to_thread.run_sync(worker.close)
+            if verifier is not None:
+                verifier.close()
+
+    app = FastAPI(
+        title="llamatap", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
+    )
+    app.state.server = server
+    errors.install(app)
+
+    @app.exception_handler(ClientGoneError)
+    async def gone(_: Request, __: ClientGoneError) -> Response:
+        return Response(status_code=499)
+
+    app.include_router(hidden_states.router)
+    app.include_router(completions.router)
+    page = files("llamatap.serve").joinpath("page.html").read_text("utf-8")
+
+    @app.get("/", include_in_schema=False)
+    async def heat_map() -> HTMLResponse:
+        return HTMLResponse(page)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """Whether all models are being served."""
+        return {"status": "ok"}
+
+    @app.get("/metrics", response_class=Response)
+    async def counters(request: Request) -> Response:
+        """Counters for Prometheus."""
+        found = server_of(request)
+        for name, worker in found.workers.items():
+            found.metrics.queue.labels(name).set(worker.waiting)
+        return Response(found.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    # The last one added is the first to see a request.
+    app.add_middleware(BodyLimit, limit=options.max_body_bytes)
+    if options.api_key is not None:
+        app.add_middleware(ApiKey, key=options.api_key)
+    app.add_middleware(RequestMetrics, metrics=metrics)
+    return app

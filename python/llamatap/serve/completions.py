@@ -1,0 +1,119 @@
+"""``/v1/models``, ``/v1/completions`` and ``/v1/chat/completions``, as OpenAI's clients expect them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import anyio.to_thread
+import orjson
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import StreamingResponse
+
+from llamatap.generation import Event, Generation
+from llamatap.serve.disconnect import unless_gone
+from llamatap.serve.errors import ApiError, ErrorResponse, api_error
+from llamatap.serve.openai_schema import ChatRequest, CompletionRequest, ModelCard, ModelList
+from llamatap.serve.state import Server, server_of
+from llamatap.serve.text_job import ChatJob, CompletionJob, TextJob
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse} for status in (400, 401, 404, 413, 422, 429, 500, 503)
+}
+
+
+@router.get("/v1/models", responses={401: {"model": ErrorResponse}})
+async def models(request: Request) -> ModelList:
+    """The models that are served."""
+    return ModelList(
+        data=[
+            ModelCard(
+                id=name,
+                created=worker.created,
+                max_model_len=worker.text_room,
+                n_layer=worker.model.n_layer,
+                n_embd=worker.model.n_embd,
+            )
+            for name, worker in server_of(request).workers.items()
+        ]
+    )
+
+
+@router.post(
+    "/v1/completions",
+    response_model=None,
+    responses={200: {"content": {"application/json": {}, "text/event-stream": {}}}, **_ERRORS},
+)
+async def completions(request: Request, body: CompletionRequest) -> Response:
+    """Continue prompts."""
+    server = server_of(request)
+    job = CompletionJob(server, server.worker(body.model), body)
+    return await _answer(request, server, job)
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=None,
+    responses={200: {"content": {"application/json": {}, "text/event-stream": {}}}, **_ERRORS},
+)
+async def chat(request: Request, body: ChatRequest) -> Response:
+    """Answer a conversation."""
+    server = server_of(request)
+    job = ChatJob(server, server.worker(body.model), body)
+    return await _answer(request, server, job)
+
+
+async def _answer(request: Request, server: Server, job: TextJob) -> Response:
+    if job.body.stream:
+        events = job.events()
+        await anyio.to_thread.run_sync(job.prepare)
+        # What is wrong with the request shows before the first event, and is a status then.
+        first = await unless_gone(request, anext(events))
+        return StreamingResponse(_stream(job, first, events), media_type="text/event-stream")
+
+    async def whole() -> Response:
+        await anyio.to_thread.run_sync(job.prepare)
+        done: dict[int, Generation] = {}
+        async with aclosing(job.events()) as events:
+            async for choice, event in events:
+                if event.final is not None:
+                    done[choice] = event.final
+        return await anyio.to_thread.run_sync(job.response, done)
+
+    return await unless_gone(request, whole())
+
+
+def _line(content: object) -> bytes:
+    return b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+async def _stream(
+    job: TextJob, first: tuple[int, Event], events: AsyncIterator[tuple[int, Event]]
+) -> AsyncIterator[bytes]:
+    """Server-sent events: a chunk for each piece of text."""
+    done: dict[int, Generation] = {}
+    try:
+        for chunk in job.opening():
+            yield _line(chunk)
+        for chunk in job.chunks(*first):
+            yield _line(chunk)
+        if first[1].final is not None:
+            done[first[0]] = first[1].final
+        async for choice, event in events:
+            for chunk in job.chunks(choice, event):
+                yield _line(chunk)
+            if event.final is not None:
+                done[choice] = event.final
+        if job.body.stream_options is not None and job.body.stream_options.include_usage:
+            yield _line(job.frame([]) | {"usage": job.usage(done)})
+        yield b"data: [DONE]\n\n"
+    except Exception as error:
+        found: ApiError = api_error(error)
+        yield _line({"error": {"message": str(found), "type": found.kind, "code": found.code}})
+    finally:
+        await events.aclose()  # type: ignore[attr-defined]

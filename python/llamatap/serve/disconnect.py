@@ -1,0 +1,43 @@
+"""A client that goes away ends its work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+__all__ = ["ClientGoneError", "unless_gone"]
+
+_T = TypeVar("_T")
+
+
+class ClientGoneError(Exception):
+    """Nobody is left to answer."""
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """The result of some work, which is cancelled when the client of the request disconnects.
+
+    :raises ClientGoneError: it did.
+    """
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGoneError
+    finally:
+        for one in (task, gone):
+            if not one.done():
+                one.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await one

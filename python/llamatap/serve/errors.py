@@ -1,0 +1,122 @@
+"""Errors as responses: ``{"error": {"message", "type", "code"}}``."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from llamatap.errors import (
+    ClosedError,
+    ContextFullError,
+    Error,
+    InvalidInputError,
+    UnsupportedError,
+)
+
+__all__ = ["ApiError", "ErrorResponse", "api_error", "error_response", "install"]
+
+_logger = logging.getLogger("llamatap.serve")
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    code: str
+
+
+class ErrorResponse(BaseModel):
+    """What every response but 2xx holds."""
+
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """A response that is an error."""
+
+    def __init__(
+        self, status: int, kind: str, code: str, message: str, *, retry_after: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.code = code
+        self.retry_after = retry_after
+
+    @classmethod
+    def invalid(cls, message: str, code: str = "invalid_value") -> ApiError:
+        return cls(400, "invalid_request_error", code, message)
+
+
+def api_error(error: BaseException) -> ApiError:
+    """The response to an error of the package, or of anything else."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ContextFullError):
+        return ApiError.invalid(str(error), "context_length_exceeded")
+    if isinstance(error, ClosedError):
+        return ApiError(503, "unavailable_error", "model_closed", "the model is being closed")
+    if isinstance(error, InvalidInputError):
+        return ApiError.invalid(str(error))
+    if isinstance(error, UnsupportedError):
+        return ApiError(422, "model_error", "unsupported", str(error))
+    _logger.error("a request failed", exc_info=error)
+    message = str(error) if isinstance(error, Error) else "the server failed; its log says more"
+    return ApiError(500, "internal_error", "internal_error", message)
+
+
+def error_response(error: ApiError) -> Response:
+    """The response of an error."""
+    body = {"error": {"message": str(error), "type": error.kind, "code": error.code}}
+    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return Response(orjson.dumps(body), error.status, headers, "application/json")
+
+
+def _validation_message(error: RequestValidationError) -> str:
+    """What is wrong, by field."""
+    found = []
+    problems: list[dict[str, Any]] = list(error.errors())
+    for problem in problems[:5]:
+        if problem["type"] == "json_invalid":
+            return f"the body is no JSON: {problem.get('ctx', {}).get('error', problem['msg'])}"
+        where = ".".join(str(part) for part in problem["loc"] if part != "body") or "the body"
+        if problem["type"] == "extra_forbidden":
+            found.append(f"{where} is no field of this request")
+        else:
+            found.append(f"{where}: {problem['msg']}")
+    return "; ".join(dict.fromkeys(found))
+
+
+def install(app: FastAPI) -> None:
+    """Let all errors of an app be of this form."""
+
+    @app.exception_handler(ApiError)
+    async def api(_: Request, error: ApiError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(Error)
+    async def package(_: Request, error: Error) -> Response:
+        return error_response(api_error(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def validation(_: Request, error: RequestValidationError) -> Response:
+        return error_response(ApiError.invalid(_validation_message(error), "invalid_body"))
+
+    @app.exception_handler(HTTPException)
+    async def http(_: Request, error: HTTPException) -> Response:
+        codes = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+        code = codes.get(error.status_code, "http_error")
+        found = error_response(ApiError(error.status_code, "invalid_request_error", code, str(error.detail)))
+        found.headers.update(error.headers or {})
+        return found
+
+    @app.exception_handler(Exception)
+    async def anything(_: Request, error: Exception) -> Response:
+        return error_response(api_error(error))

@@ -1,0 +1,340 @@
+"""``POST /v1/hidden_states``: the states of prompts, in the layer numbering of Hugging Face's ``hidden_states``.
+
+The endpoint's first form is that of heylookitsanllm's specification, for image models whose text encoder is a
+language model: https://github.com/fblissjr/heylookitsanllm
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import anyio.to_thread
+import numpy as np
+import orjson
+from fastapi import APIRouter, Request, Response
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+from llamatap import layers as layer_ids
+from llamatap._prompts import prompt_tokens
+from llamatap.errors import InvalidInputError
+from llamatap.layers import LayerId
+from llamatap.presets import Preset
+from llamatap.serve.disconnect import unless_gone
+from llamatap.serve.errors import ApiError, ErrorResponse
+from llamatap.serve.payload import as_base64, as_lists, as_safetensors
+from llamatap.serve.state import Server, server_of
+from llamatap.serve.worker import Extraction, ModelWorker
+from llamatap.states import DTYPES, States
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+Ids = list[Annotated[int, Field(ge=0, le=2**31 - 1)]]
+
+
+class HiddenStatesRequest(BaseModel):
+    """Prompts, and which of their states are wanted."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        json_schema_extra={"examples": [{"input": "The capital of France is", "model": "NAME", "layer": -2}]},
+    )
+
+    model: str = Field(description="a name of GET /v1/models")
+    input: str | Ids | list[str] | list[Ids] | None = Field(
+        None,
+        description="text with its chat template applied, token ids, or a list of either. Special tokens in a "
+        "text are recognised",
+    )
+    prompt: str | list[str] | None = Field(
+        None, description="in place of input, with preset: what a person would type"
+    )
+    preset: str | None = Field(
+        None, description="applies an image model's template to the prompt, and chooses its layer and rows"
+    )
+    layer: int | None = Field(
+        None,
+        description="as transformers counts hidden_states: k enters block k, n (or -1) is the last, normed; "
+        "default -2",
+    )
+    layers: list[int] | None = Field(None, description="several: the result is [seq_len, n_layers, hidden_dim]")
+    max_length: int | None = Field(
+        None, ge=1, description="longer prompts are cut on the right; default 512"
+    )
+    pooling: Literal["mean", "last", "max"] | None = Field(
+        None, description="one vector over the tokens in place of one a token"
+    )
+    dtype: Literal["float32", "float16", "bfloat16"] | None = Field(None, description="default float32")
+    encoding_format: Literal["float", "base64", "safetensors"] = Field(
+        "float",
+        description="nested lists; base64 of the row-major bytes; or a safetensors file as the body",
+    )
+    return_attention_mask: bool = Field(False, description="ones, for all rows are of real tokens")
+    return_tokens: bool = Field(False, description="the ids and texts of the rows' tokens, too")
+
+
+class HiddenStates(BaseModel):
+    """The states of one prompt."""
+
+    hidden_states: list[Any] | str
+    shape: list[int]
+    truncated: bool = Field(description="whether the prompt was cut to max_length")
+    attention_mask: list[int] | None = None
+    token_ids: list[int] | None = None
+    tokens: list[str] | None = None
+
+
+class HiddenStatesAt(HiddenStates):
+    """The states of one prompt of several."""
+
+    index: int
+
+
+class HiddenStatesResponse(HiddenStates):
+    """The states of one prompt, and what they are of."""
+
+    model: str
+    layer: int | None = None
+    layers: list[int] | None = None
+    dtype: str
+    encoding_format: str | None = None
+    pooling: str | None = None
+    preset: str | None = None
+    provenance: dict[str, Any]
+
+
+class HiddenStatesListResponse(BaseModel):
+    """The states of a list of prompts."""
+
+    data: list[HiddenStatesAt]
+    model: str
+    layer: int | None = None
+    layers: list[int] | None = None
+    dtype: str
+    encoding_format: str | None = None
+    pooling: str | None = None
+    preset: str | None = None
+    provenance: dict[str, Any]
+
+
+class _Work:
+    """A request, checked: its prompts, and how the answer is made."""
+
+    def __init__(self, server: Server, worker: ModelWorker, body: HiddenStatesRequest) -> None:
+        self.body = body
+        self.worker = worker
+        self.model = worker.model
+        preset = self._preset(server)
+        self.preset = preset
+        inputs = self._inputs()
+        self.single = not isinstance(inputs, list)
+        many: list[str | NDArray[np.int32]] = inputs if isinstance(inputs, list) else [inputs]
+        if len(many) > server.options.max_inputs:
+            raise ApiError.invalid(
+                f"{len(many)} inputs; this server takes {server.options.max_inputs} in a request",
+                "too_many_inputs",
+            )
+        self.layers = self._layers()
+        longest = server.options.max_length
+        default = min(512, longest) if preset is None or preset.max_length is None else preset.max_length
+        self.max_length = body.max_length or default
+        if self.max_length > longest:
+            raise ApiError.invalid(f"max_length is {self.max_length}; this server takes {longest} at most")
+        if preset is not None and preset.max_length is not None and self.max_length > preset.max_length:
+            raise ApiError.invalid(
+                f"max_length is {self.max_length}; preset {preset.name} takes {preset.max_length} at most"
+            )
+        # One more than wanted tells whether something was cut.
+        self.jobs: list[Extraction] = []
+        self.truncated: list[bool] = []
+        for index, one in enumerate(many):
+            try:
+                self._add(one)
+            except InvalidInputError as error:
+                where = "" if self.single else f"input {index}: "
+                raise InvalidInputError(f"{where}{error}") from None
+        self._check_size(server.options.max_response_bytes)
+
+    def _preset(self, server: Server) -> Preset | None:
+        body = self.body
+        if body.preset is None:
+            if body.prompt is not None:
+                raise ApiError.invalid("prompt needs a preset; a text as it is goes into input")
+            return None
+        if body.prompt is None or body.input is not None:
+            raise ApiError.invalid("a preset takes a prompt, and no input: it applies the template itself")
+        if body.layer is not None or body.layers is not None:
+            raise ApiError.invalid("a preset chooses the layers; leave out layer and layers")
+        preset = server.preset(body.preset)
+        preset.check(self.model)
+        return preset
+
+    def _inputs(self) -> str | NDArray[np.int32] | list[str | NDArray[np.int32]]:
+        body = self.body
+        if self.preset is not None:
+            assert body.prompt is not None
+            prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+            texts: list[str | NDArray[np.int32]] = [self.preset.render(self.model, one) for one in prompts]
+            return texts[0] if isinstance(body.prompt, str) else self._not_empty(texts)
+        if body.input is None:
+            raise ApiError.invalid("input is missing: a text, token ids, or a list of either", "missing_field")
+        if isinstance(body.input, str):
+            return body.input
+        if body.input and isinstance(body.input[0], int):
+            return np.array(body.input, np.int32)
+        found = [one if isinstance(one, str) else np.array(one, np.int32) for one in body.input]
+        return self._not_empty(found)
+
+    def _not_empty(self, inputs: list[str | NDArray[np.int32]]) -> list[str | NDArray[np.int32]]:
+        if not inputs:
+            raise ApiError.invalid("there is nothing in the list of prompts")
+        return inputs
+
+    def _layers(self) -> tuple[LayerId, ...]:
+        body, model = self.body, self.model
+        if body.layer is not None and body.layers is not None:
+            raise ApiError.invalid("give layer or layers, not both")
+        # Raises where a model carries no single residual stream.
+        layer_map = model.layer_map
+        if self.preset is not None:
+            return layer_ids.normalize(self.preset.layer_ids(model), model.n_layer)
+        wanted = body.layers if body.layers is not None else [-2 if body.layer is None else body.layer]
+        found = layer_ids.translate(
+            wanted, source="transformers", n_layer=model.n_layer, final_norm=layer_map.has_norm
+        )
+        return layer_ids.normalize(found, model.n_layer)
+
+    def _add(self, one: str | NDArray[np.int32]) -> None:
+        whole = prompt_tokens(self.model, one, None)
+        tokens = whole[: self.max_length]
+        window = None if self.preset is None else self.preset.rows
+        self.jobs.append(
+            Extraction(tokens, self.layers, self.body.dtype or "float32", self.body.pooling, window)
+        )
+        self.truncated.append(len(tokens) < len(whole))
+
+    def _check_size(self, limit: int) -> None:
+        rows = sum(1 if self.body.pooling else len(job.tokens) for job in self.jobs)
+        size = rows * len(self.layers) * self.model.n_embd * DTYPES[self.jobs[0].dtype].itemsize
+        if size > limit:
+            raise ApiError(
+                413,
+                "invalid_request_error",
+                "response_too_large",
+                f"the states would take {size} bytes; this server gives {limit} at most in a response: ask "
+                "for fewer tokens or layers, or for float16",
+            )
+
+    def _numbers(self) -> list[int]:
+        """The layers as transformers counts them: those asked for as they were asked for."""
+        body = self.body
+        if body.layers is not None:
+            return body.layers
+        if self.preset is None:
+            return [-2 if body.layer is None else body.layer]
+        found = layer_ids.translate(
+            self.layers,
+            target="transformers",
+            n_layer=self.model.n_layer,
+            final_norm=self.model.layer_map.has_norm,
+        )
+        return [int(layer) for layer in found]
+
+    @property
+    def _is_flat(self) -> bool:
+        """Whether there is one layer, and so no axis of layers."""
+        return self.body.layers is None and len(self.layers) == 1
+
+    def response(self, found: Sequence[States]) -> Response:
+        """The answer; off the event loop, for it is long work."""
+        body = self.body
+        for states in found:
+            if layers := states.nonfinite_layers():
+                advice = "float16 ends at 65504" if body.dtype == "float16" else "the file is broken"
+                raise ApiError(
+                    422,
+                    "model_error",
+                    "not_finite",
+                    f"the states of layers {layers} (as llamatap counts) hold NaN or infinity: {advice}",
+                )
+        numbers = self._numbers()
+        fields: dict[str, Any] = {"model": self.worker.name}
+        fields |= {"layer": numbers[0]} if self._is_flat else {"layers": numbers}
+        fields["dtype"] = self.jobs[0].dtype
+        if body.encoding_format != "float":
+            fields["encoding_format"] = body.encoding_format
+        if body.pooling is not None:
+            fields["pooling"] = body.pooling
+        if self.preset is not None:
+            fields["preset"] = self.preset.name
+        fields["provenance"] = _common_provenance(found[0])
+        arrays = [states.array[..., 0, :] if self._is_flat else states.array for states in found]
+        if body.encoding_format == "safetensors":
+            return self._file(found, arrays, fields)
+        data = [
+            self._entry(i, states, array) for i, (states, array) in enumerate(zip(found, arrays, strict=True))
+        ]
+        if self.single:
+            content = data[0] | fields
+        else:
+            content = {"data": [{"index": i} | entry for i, entry in enumerate(data)]} | fields
+        return Response(orjson.dumps(content), media_type="application/json")
+
+    def _entry(self, index: int, states: States, array: NDArray[Any]) -> dict[str, Any]:
+        body = self.body
+        encode = as_base64 if body.encoding_format == "base64" else as_lists
+        entry: dict[str, Any] = {
+            "hidden_states": encode(array),
+            "shape": list(array.shape),
+            "truncated": self.truncated[index],
+        }
+        if body.return_attention_mask:
+            entry["attention_mask"] = [1] * len(states)
+        if body.return_tokens:
+            ids = states.tokens.tolist()
+            entry["token_ids"] = ids
+            entry["tokens"] = [self.model.token_bytes(one).decode(errors="replace") for one in ids]
+        return entry
+
+    def _file(
+        self, found: Sequence[States], arrays: Sequence[NDArray[Any]], fields: dict[str, Any]
+    ) -> Response:
+        tensors: dict[str, NDArray[Any]] = {}
+        for i, (states, array) in enumerate(zip(found, arrays, strict=True)):
+            end = "" if self.single else f".{i}"
+            tensors[f"hidden_states{end}"] = array
+            tensors[f"token_ids{end}"] = states.tokens.astype(np.int64)
+            if self.body.return_attention_mask:
+                tensors[f"attention_mask{end}"] = np.ones(len(states), np.int64)
+        fields["truncated"] = self.truncated[0] if self.single else self.truncated
+        return Response(as_safetensors(tensors, fields), media_type="application/octet-stream")
+
+
+def _common_provenance(states: States) -> dict[str, Any]:
+    """What is the same of all prompts of a request."""
+    return {key: value for key, value in states.provenance.items() if key not in ("window", "max_length")}
+
+
+@router.post(
+    "/v1/hidden_states",
+    response_model=HiddenStatesResponse | HiddenStatesListResponse,
+    responses={
+        200: {"content": {"application/octet-stream": {}}, "description": "the states"},
+        **{status: {"model": ErrorResponse} for status in (400, 401, 404, 413, 422, 429, 500, 503)},
+    },
+)
+async def hidden_states(request: Request, body: HiddenStatesRequest) -> Response:
+    """The hidden states of prompts."""
+    server = server_of(request)
+    worker = server.worker(body.model)
+
+    async def answer() -> Response:
+        work = await anyio.to_thread.run_sync(_Work, server, worker, body)
+        found = await worker.extract(work.jobs)
+        return await anyio.to_thread.run_sync(work.response, found)
+
+    return await unless_gone(request, answer())

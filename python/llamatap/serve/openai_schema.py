@@ -1,0 +1,112 @@
+"""Requests of OpenAI's API for completions, as far as they are served, and what goes beyond it.
+
+https://platform.openai.com/docs/api-reference; ``return_token_ids``, ``add_generation_prompt`` and
+``continue_final_message`` are vLLM's, ``return_hidden_states`` is SGLang's.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["ChatRequest", "CompletionRequest", "ModelList", "Sampling"]
+
+Ids = list[Annotated[int, Field(ge=0, le=2**31 - 1)]]
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    include_usage: bool = False
+
+
+class Sampling(BaseModel):
+    """What completions of either kind take."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str = Field(description="a name of GET /v1/models")
+    max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    temperature: float | None = Field(None, ge=0, le=100, description="default 1; 0 takes the most likely token")
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1, description="0 or -1: of all")
+    min_p: float | None = Field(None, ge=0, le=1)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    seed: int | None = Field(None, ge=0, le=2**32 - 2)
+    stop: str | list[str] | None = Field(None, description="strings that end the text, and are not part of it")
+    stop_token_ids: Ids | None = None
+    ignore_eos: bool | None = None
+    n: int | None = Field(None, ge=1, le=16, description="texts for each prompt")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = Field(None, description="ids of the prompt and the text, too")
+    return_hidden_states: bool | Literal["last"] | None = Field(
+        None,
+        description="states: the prompt's rows, then one for each token; or of the last token alone",
+    )
+    layer: int | None = Field(
+        None,
+        description="of return_hidden_states, as transformers counts; default -1: normed, after the last block",
+    )
+    # What changes nothing here.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class CompletionRequest(Sampling):
+    """Continue prompts."""
+
+    prompt: str | Ids | list[str] | list[Ids] = Field(description="text, token ids, or a list of either")
+    logprobs: int | None = Field(None, ge=0, le=20, description="of so many likely tokens at each place")
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: str
+    content: str | list[TextPart] | None = None
+
+
+class ChatRequest(Sampling):
+    """Answer a conversation, by the model's own chat template."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the template")
+
+
+class ModelCard(BaseModel):
+    """A model that is served."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["llamatap"] = "llamatap"
+    max_model_len: int
+    n_layer: int
+    n_embd: int
+
+
+class ModelList(BaseModel):
+    """The models that are served, in the order of the command line."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]

@@ -1,0 +1,83 @@
+"""What a server is configured with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from llamatap.context import ContextOptions
+from llamatap.layers import LayerId
+
+__all__ = ["ModelOptions", "ServerOptions", "VerifierOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """A model to serve.
+
+    :ivar name: what requests call it.
+    :ivar path: its GGUF file.
+    :ivar n_gpu_layers: layers on the GPU; -1 for all.
+    :ivar weights: what its weights are converted to ("f32", "f16" or "bf16"), if anything.
+    :ivar context: further options of the contexts, as of :class:`llamatap.Context` (``n_threads``, ``type_k``,
+        ``flash_attn``, ...); their sizes are the server's business.
+    :ivar n_ctx: tokens that all texts being generated may take together; 0 for ``parallel`` times what the
+        model was trained with, 4,096 each at most.
+    :ivar parallel: texts that are generated at once.
+    :ivar drafter: "ngram", "mtp" (the model's own blocks) or the file of a drafter; None for none.
+    :ivar n_max: tokens of a draft.
+    """
+
+    name: str
+    path: Path
+    n_gpu_layers: int = 0
+    weights: Literal["f32", "f16", "bf16"] | None = None
+    context: ContextOptions = field(default_factory=lambda: ContextOptions())
+    n_ctx: int = 0
+    parallel: int = 8
+    drafter: str | None = None
+    n_max: int | Literal["auto"] = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifierOptions:
+    """Where completions leave files of hidden states, for trainers of drafters.
+
+    :ivar folder: where; it is made if it is not there. Nothing is written anywhere else.
+    :ivar layers: which, as llamatap counts; H_n follows them as the last slot. None for what EAGLE-3 drafters
+        take: ``[2, n//2, n-3]``.
+    :ivar dtype: of the states in the files.
+    :ivar quota_bytes: what the files may take together. Beyond it requests get 503 until some are gone.
+    :ivar max_age: seconds after which a file that nobody has taken is removed.
+    """
+
+    folder: Path
+    layers: tuple[LayerId, ...] | None = None
+    dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
+    quota_bytes: int = 16 * 2**30
+    max_age: float = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Limits of a server, and who may use it.
+
+    :ivar api_key: what ``Authorization: Bearer`` must bring; None lets everybody in.
+    :ivar max_queue: prompts of a model that may wait; further requests get 429.
+    :ivar max_body_bytes: of a request.
+    :ivar max_response_bytes: of the states of a request, before they are encoded.
+    :ivar max_length: what ``max_length`` of a request may be, and the most tokens of a prompt.
+    :ivar max_inputs: prompts of one request.
+    :ivar verifier: where completions leave files of states; None: they leave none.
+    :ivar presets: further presets, by name: TOML files.
+    """
+
+    api_key: str | None = None
+    max_queue: int = 256
+    max_body_bytes: int = 4 * 2**20
+    max_response_bytes: int = 256 * 2**20
+    max_length: int = 32768
+    max_inputs: int = 256
+    verifier: VerifierOptions | None = None
+    presets: dict[str, Path] = field(default_factory=dict)

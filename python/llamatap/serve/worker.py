@@ -1,0 +1,342 @@
+"""One thread a model, which owns its contexts: requests of all clients share its batches.
+
+The thread takes turns: a batch of extraction, a round of generation. Nothing else touches the contexts, and the
+event loop never waits for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamatap._native import flush_log
+from llamatap.context import Context
+from llamatap.extract import Extractor
+from llamatap.generate import GenerateOptions
+from llamatap.generation import Event
+from llamatap.layers import LayerId, slots
+from llamatap.model import Model
+from llamatap.model_drafters import named_drafter
+from llamatap.serve.errors import ApiError
+from llamatap.serve.metrics import Metrics
+from llamatap.serve.options import ModelOptions
+from llamatap.session import Session
+from llamatap.states import States
+
+__all__ = ["Extraction", "ModelWorker"]
+
+_logger = logging.getLogger("llamatap.serve")
+
+# What one call of the engine computes, so that generation and other requests get their turn.
+_MOST_TOKENS = 4096
+_MOST_PROMPTS = 64
+
+Pooling = Literal["mean", "last", "max"]
+Dtype = Literal["float32", "float16", "bfloat16"]
+
+
+@dataclass(eq=False)
+class Extraction:
+    """A prompt whose states are wanted.
+
+    :ivar tokens: int32 ``(n,)``.
+    :ivar layers: normalised ids of llamatap.
+    :ivar window: the positions that are wanted, as of :func:`llamatap.extract`.
+    """
+
+    tokens: NDArray[np.int32]
+    layers: tuple[LayerId, ...]
+    dtype: Dtype = "float32"
+    pooling: Pooling | None = None
+    window: tuple[int | None, int | None] | None = None
+    result: Future[States] = field(default_factory=Future)
+
+
+@dataclass(eq=False)
+class _Text:
+    """A prompt that is continued, and where its events go."""
+
+    tokens: NDArray[np.int32]
+    options: GenerateOptions
+    deliver: Callable[[Event | BaseException], None]
+    gone: threading.Event = field(default_factory=threading.Event)
+
+
+class ModelWorker:
+    """A model, its contexts, and the thread that computes with them.
+
+    :param options: what to load.
+    :param max_queue: prompts that may wait.
+    :raises Error: the model, or its drafter, cannot be loaded.
+    """
+
+    def __init__(self, options: ModelOptions, max_queue: int, metrics: Metrics) -> None:
+        self.options = options
+        self.name = options.name
+        self.max_queue = max_queue
+        self.metrics = metrics
+        self.model = Model(
+            options.path,
+            n_gpu_layers=options.n_gpu_layers,
+            weights=options.weights,
+            load_mtp=options.drafter == "mtp",
+        )
+        self.created = int(time.time())
+        self._extractor = Extractor(self.model, **options.context)
+        self._session: Session | None = None
+        self._extractions: deque[Extraction] = deque()
+        self._texts: deque[_Text] = deque()
+        self._live: dict[int, _Text] = {}
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        #: Seconds that a prompt took lately, as a moving average.
+        self._pace = 0.1
+        if options.drafter is not None:
+            # A drafter that does not fit the model is better known at once.
+            self._session = self._new_session()
+
+    def start(self) -> None:
+        """Begin to work."""
+        self._thread = threading.Thread(target=self._run, name=f"llamatap-{self.name}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Finish what was accepted, then free the model."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+        if self._session is not None:
+            self._session.close()
+        self._extractor.close()
+        self.model.close()
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that fit into the context of texts."""
+        return self.options.n_ctx or self.options.parallel * min(self.model.n_ctx_train, 4096)
+
+    @property
+    def text_room(self) -> int:
+        """Tokens that a text may take when all others take as many."""
+        return self.n_ctx // self.options.parallel
+
+    @property
+    def waiting(self) -> int:
+        """Prompts that wait, and texts that are being generated."""
+        return len(self._extractions) + len(self._texts) + len(self._live)
+
+    # From the event loop.
+
+    def _check_room(self, n: int) -> None:
+        if self._stopping or (self._thread is not None and not self._thread.is_alive()):
+            raise ApiError(503, "unavailable_error", "shutting_down", "the server is shutting down")
+        waiting = self.waiting
+        if waiting + n > self.max_queue:
+            seconds = min(max(math.ceil(waiting * self._pace), 1), 60)
+            raise ApiError(
+                429,
+                "rate_limit_error",
+                "queue_full",
+                f"{waiting} prompts are waiting for {self.name}, of {self.max_queue} at most; try again in "
+                f"{seconds} s",
+                retry_after=seconds,
+            )
+
+    async def extract(self, jobs: Sequence[Extraction]) -> list[States]:
+        """The states of prompts; cancelled, those that were not begun are not computed.
+
+        :raises ApiError: too many are waiting, or the server is being closed.
+        :raises Error: as of :func:`llamatap.extract`.
+        """
+        with self._changed:
+            self._check_room(len(jobs))
+            self._extractions += jobs
+            self._changed.notify()
+        futures = [asyncio.wrap_future(job.result) for job in jobs]
+        try:
+            return await asyncio.gather(*futures)
+        except BaseException:
+            for job in jobs:
+                job.result.cancel()
+            raise
+
+    async def generate(
+        self, texts: Sequence[tuple[NDArray[np.int32], GenerateOptions]]
+    ) -> AsyncGenerator[tuple[int, Event], None]:
+        """The events of texts, each with its text's number; closed before their end, they are cancelled and
+        their places freed.
+
+        :param texts: token ids and options.
+        :raises ApiError: too many are waiting, or the server is being closed.
+        :raises Error: as of :func:`llamatap.generate`.
+        """
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[tuple[int, Event | BaseException]] = asyncio.Queue()
+
+        def deliver(number: int, what: Event | BaseException) -> None:
+            # The loop may be gone when a server is ended by force.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(queue.put_nowait, (number, what))
+
+        jobs = [
+            _Text(tokens, options, functools.partial(deliver, number))
+            for number, (tokens, options) in enumerate(texts)
+        ]
+        with self._changed:
+            self._check_room(len(jobs))
+            self._texts += jobs
+            self._changed.notify()
+        left = len(jobs)
+        try:
+            while left:
+                number, what = await queue.get()
+                if isinstance(what, BaseException):
+                    raise what
+                left -= what.final is not None
+                yield number, what
+        finally:
+            for job in jobs:
+                job.gone.set()
+
+    # In the thread.
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._extractions or self._texts or self._live or self._stopping):
+                    self._changed.wait()
+                if self._stopping and not (self._extractions or self._texts or self._live):
+                    return
+            started = time.perf_counter()
+            done = self._extract_some() + self._generate_some()
+            if done:
+                self._pace += 0.1 * ((time.perf_counter() - started) / done - self._pace)
+
+    def _next_extractions(self) -> list[Extraction]:
+        """The prompt that waits longest, and others that can share its batch: of its deepest layer (so that
+        none costs more layers than it asks for), dtype and pooling."""
+
+        def kind(job: Extraction) -> tuple[object, ...]:
+            deepest = max(slots(job.layers, self.model.n_layer))
+            return deepest, job.dtype, job.pooling
+
+        chosen: list[Extraction] = []
+        with self._changed:
+            left: deque[Extraction] = deque()
+            n_tokens = 0
+            first: tuple[object, ...] | None = None
+            for job in self._extractions:
+                if job.result.cancelled():
+                    continue
+                first = kind(job) if first is None else first
+                fits = not chosen or (
+                    len(chosen) < _MOST_PROMPTS and n_tokens + len(job.tokens) <= _MOST_TOKENS
+                )
+                if not fits or kind(job) != first:
+                    left.append(job)
+                elif job.result.set_running_or_notify_cancel():
+                    n_tokens += len(job.tokens)
+                    chosen.append(job)
+            self._extractions = left
+        return chosen
+
+    def _extract_some(self) -> int:
+        jobs = self._next_extractions()
+        if not jobs:
+            return 0
+        self.metrics.batch.labels(self.name).observe(len(jobs))
+        try:
+            self._extract_together(jobs)
+        except Exception:
+            # One of them fails: the others need not.
+            for job in jobs:
+                try:
+                    self._extract_together([job])
+                except Exception as error:
+                    job.result.set_exception(error)
+        self.metrics.tokens.labels(self.name, "extracted").inc(sum(len(job.tokens) for job in jobs))
+        return len(jobs)
+
+    def _extract_together(self, jobs: Sequence[Extraction]) -> None:
+        layers = tuple(dict.fromkeys(layer for job in jobs for layer in job.layers))
+        found = self._extractor(
+            [job.tokens for job in jobs],
+            layers,
+            dtype=jobs[0].dtype,
+            window=[job.window for job in jobs],
+            pool=jobs[0].pooling,
+        )
+        for job, states in zip(jobs, found, strict=True):
+            job.result.set_result(states.select(job.layers))
+
+    def _new_session(self) -> Session:
+        options, model = self.options, self.model
+        parallel = options.parallel if model.native.batches_sequences else 1
+        context = Context(model, **{**options.context, "n_ctx": self.n_ctx, "n_seq_max": parallel})
+        drafter = None
+        if options.drafter is not None:
+            drafter = named_drafter(
+                context, options.drafter, n_gpu_layers=options.n_gpu_layers, n_max=options.n_max
+            )
+        return Session(context, drafter)
+
+    def _generate_some(self) -> int:
+        """Let waiting texts in, and do a round of all. How many texts it ended."""
+        with self._changed:
+            texts, self._texts = self._texts, deque()
+        for text in texts:
+            self._admit(text)
+        for index, text in self._live.items():
+            if text.gone.is_set():
+                assert self._session is not None
+                self._session.cancel(index)
+        if not self._live or self._session is None:
+            return 0
+        ended = 0
+        try:
+            events = self._session.step()
+        except Exception as error:
+            _logger.exception("generation with %s failed", self.name)
+            for index in self._session.dropped:
+                self._live.pop(index).deliver(error)
+            return 0
+        for event in events:
+            self._live[event.index].deliver(event)
+            if event.token >= 0:
+                self.metrics.tokens.labels(self.name, "generated").inc()
+            if event.final is not None:
+                del self._live[event.index]
+                stats = event.final.stats
+                self.metrics.tokens.labels(self.name, "prompt").inc(stats.prompt_tokens)
+                self.metrics.tokens.labels(self.name, "drafted").inc(stats.drafted)
+                self.metrics.tokens.labels(self.name, "accepted").inc(stats.accepted)
+                ended += 1
+        return ended
+
+    def _admit(self, text: _Text) -> None:
+        if text.gone.is_set():
+            return
+        try:
+            if self._session is None:
+                self._session = self._new_session()
+            self._live[self._session.add(text.tokens, **text.options)] = text
+        except Exception as error:
+            text.deliver(error)
+        finally:
+            flush_log()
