@@ -253,8 +253,8 @@ MUTATIONS = [
     Mutation(
         "states of tokens are those of the next row",
         "python/llamatap/_loop.py",
-        "states.array[first : first + n_stood + 1, self.columns]",
-        "states.array[first + 1 : first + n_stood + 2, self.columns]",
+        "sequence.keep_rows(states, first, first + n_stood + 1)",
+        "sequence.keep_rows(states, first + 1, first + n_stood + 2)",
         "tests/python/test_generate_states.py",
     ),
     Mutation(
