@@ -51,7 +51,7 @@ class Loop:
     def __init__(self, context: Context, drafter: Drafter | None) -> None:
         specs = [] if drafter is None else specs_of(drafter)
         if any(spec.target is not context for spec in specs):
-            raise InvalidInputError("the drafter was made for another context; give generate() its target")
+            raise InvalidInputError("the drafter was made for another context; generate in its target")
         native = context.native
         if not native.has_memory or not native.causal:
             raise UnsupportedError(f"{context._loaded.arch} models do not generate text")
@@ -138,6 +138,21 @@ class Loop:
         if self.length is not None and not feeding:
             self.length.measure(n_drafted, self.now - started, len(self.live))
         return self._new_events(list(self.live))
+
+    def check_tap(self) -> None:
+        """To be called before a round that shall not be begun in vain.
+
+        :raises InvalidInputError: a tap is open, and the drafter or a text needs states.
+        """
+        if self.context._tap is not None and (
+            self.layers or any(one.options.states or one.options.prompt_states for one in self._coming())
+        ):
+            raise InvalidInputError(
+                "a tap is open on this context, and the drafter or a prompt needs states; close it first"
+            )
+
+    def _coming(self) -> list[Prompt]:
+        return [*self.live, *list(self.waiting)[: len(self.free)]]
 
     def _cancelled(self) -> list[Prompt]:
         """The cancelled ones; those that waited do no more."""
