@@ -258,6 +258,20 @@ MUTATIONS = [
         "tests/python/test_generate_states.py",
     ),
     Mutation(
+        "pieces of a prompt's states lie on one another",
+        "python/llamatap/_sequence.py",
+        "piece = self.prompt_rows[self.fed - n : self.fed]",
+        "piece = self.prompt_rows[:n]",
+        "tests/python/test_session_states.py",
+    ),
+    Mutation(
+        "after a failure the texts under way stay in memory",
+        "python/llamatap/session.py",
+        "                    undo.push(tidying(self._loop.drop))\n",
+        "",
+        "tests/python/test_session_errors.py",
+    ),
+    Mutation(
         "after a saved state a token is left out",
         "python/llamatap/_rewind.py",
         "sequence.tokens[-n_accepted - 2 : -1]",

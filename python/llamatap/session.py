@@ -111,9 +111,9 @@ class Session(Closing):
         :raises ClosedError: the session was closed.
         :raises InvalidInputError: a tap is open in the context, and states are needed: nothing was done.
 
-        When the engine or the drafter raises, that comes out, and the texts under way are gone, the events of
-        the round with them: :attr:`dropped` has their numbers. Their sequences are free again, and the next
-        step goes on with the prompts that waited.
+        When the engine or the drafter raises, that comes out, and the texts under way are gone, those that
+        were let in this round and the round's events with them: :attr:`dropped` has their numbers. Their
+        sequences are free again, and the next step goes on with the prompts that wait.
         """
         with self._alone("step()"):
             if self._closed:

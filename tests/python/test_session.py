@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -147,11 +148,20 @@ def test_texts_go_on_while_a_long_prompt_enters(world: World) -> None:
         assert all(indices == [short] for indices in rounds[:at])
 
 
-def test_prompts_from_other_threads_while_a_step_is_going_on(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+def test_penalties_see_the_prompt(tmp_path: Path) -> None:
+    """All of it, unless it is said how much. After 12 the logit of 13 is 8, of all others 0."""
+    path = rigged.write_rigged_model(tmp_path / "rigged.gguf", cycle())
+    with lt.Model(path) as model, model.context(**CUT) as context, lt.Session(context) as session:
+        session.add([1, 13, 20, 12], max_tokens=1, presence_penalty=8.1)
+        session.add([1, 13, 20, 12], max_tokens=1, presence_penalty=8.1, penalty_last_n=2)
+        found = finals(session)
+    assert found[0].tokens[0] not in [13, 20, 12]
+    assert found[1].tokens.tolist() == [13]
+
+
+def test_prompts_from_other_threads_while_a_step_is_going_on(tmp_path: Path) -> None:
     """None is lost, none is served twice, and numbers are unique."""
-    path = rigged.write_rigged_model(tmp_path_factory.mktemp("rigged") / "rigged.gguf", cycle())
+    path = rigged.write_rigged_model(tmp_path / "rigged.gguf", cycle())
     n_threads, each = 4, 50
     with lt.Model(path) as model, model.context(n_seq_max=8, **CUT) as context:
         with lt.Session(context, lt.NGramDrafter(2, 1)) as session:

@@ -68,9 +68,12 @@ def test_a_pass_is_tapped_for_those_who_ask(world: World, passes: list[tuple[int
         assert step() == [(2, None, 0)]
         assert step() == [(2, None, 0)]
         # Of a text alone: not of the pass of its prompt.
-        session.add(world.prompts[0], states="full", layers=[3], max_tokens=4, **options)
+        session.add(world.prompts[0], states="full", layers=[3], max_tokens=5, **options)
         assert step() == [(10, None, 0)]
         assert step() == [(2, (3,), 2)]
+        # Beside it a prompt that is nobody's: no row of that but its output.
+        session.add(world.prompts[0], max_tokens=1, **options)
+        assert step() == [(11, (3,), 3)]
         # One after the other in company: the layers of both.
         session.add(world.prompts[0], states="last", prompt_states=True, layers=-1, max_tokens=1, **options)
         assert step() == [(11, (3, 4), 11), (1, (4,), 1)]
