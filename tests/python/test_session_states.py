@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import relative
-from generating import EXACT, Noting, is_empty
+from generating import EXACT, Guessing, Noting, is_empty, ragged
 from numpy.typing import NDArray
 from sessions import CUT, World, drafter_of, finals, session_world
+from tiny import TinyGemma3, TinyQwen35
 
 import llamatap as lt
 
@@ -198,3 +200,41 @@ def test_an_open_tap_stops_nobody_s_text(world: World) -> None:
         assert found.states is not None
         text = [*world.prompts[3], *found.tokens.tolist()]
         assert relative(found.states.array, extracted(world, text, [1])[-1:]) < 1e-5
+
+
+MEMORIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "qwen35": (TinyQwen35, {}),
+    "qwen35 that takes back": (TinyQwen35, {"n_rs_seq": 4}),
+    "gemma3": (TinyGemma3, {}),
+    "gemma3 with windows": (TinyGemma3, {"swa_full": False}),
+}
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_memories_that_cannot_take_back_all(name: str, tmp_path: Path) -> None:
+    """Recurrent layers and windows: passes are cut there, and what comes of them is the same."""
+    make, options = MEMORIES[name]
+    layers: tuple[lt.LayerId, ...] = (0, -1, "norm")
+    with lt.Model(make().write(tmp_path / "model.gguf")) as model:
+        prompts = ragged(np.random.default_rng(4), model.n_vocab, (40, 9, 70, 3))
+        with lt.Extractor(model, **EXACT) as extractor, model.context(**CUT) as context:
+            alone = [next(lt.generate(context, one, max_tokens=15, ignore_eos=True)) for one in prompts]
+            texts = [[*p, *one.tokens.tolist()] for p, one in zip(prompts, alone, strict=True)]
+            expected = [extractor(text, layers).array for text in texts]
+        drafter = Guessing(model.n_vocab, texts, wrong=0.3, longest=3)
+        with model.context(n_seq_max=3, **CUT, **options) as context, lt.Session(context, drafter) as session:
+            for i, prompt in enumerate(prompts):
+                asked: Any = {"prompt_states": i != 1, "states": (None, "full", "last", "full")[i]}
+                session.add(prompt, max_tokens=15, ignore_eos=True, layers=layers, **asked)
+                session.step()
+            found = finals(session)
+    for i, prompt in enumerate(prompts):
+        assert found[i].tokens.tolist() == alone[i].tokens.tolist()
+        for states, rows in (
+            (found[i].prompt_states, expected[i][: len(prompt)]),
+            (found[i].states, expected[i][-1 if i == 2 else len(prompt) :]),
+        ):
+            assert states is None or relative(states.array, rows) < 1e-4
+    assert found[1].prompt_states is None
+    assert found[0].states is None
+    assert sum(one.stats.accepted for one in found.values()) > 10
