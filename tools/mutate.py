@@ -253,9 +253,23 @@ MUTATIONS = [
     Mutation(
         "states of tokens are those of the next row",
         "python/llamatap/_loop.py",
-        "states.array[first : first + n_stood + 1, self.columns]",
-        "states.array[first + 1 : first + n_stood + 2, self.columns]",
+        "sequence.keep_rows(states, first, first + n_stood + 1)",
+        "sequence.keep_rows(states, first + 1, first + n_stood + 2)",
         "tests/python/test_generate_states.py",
+    ),
+    Mutation(
+        "pieces of a prompt's states lie on one another",
+        "python/llamatap/_sequence.py",
+        "piece = self.prompt_rows[self.fed - n : self.fed]",
+        "piece = self.prompt_rows[:n]",
+        "tests/python/test_session_states.py",
+    ),
+    Mutation(
+        "after a failure the texts under way stay in memory",
+        "python/llamatap/session.py",
+        "                    undo.push(tidying(self._loop.drop))\n",
+        "",
+        "tests/python/test_session_errors.py",
     ),
     Mutation(
         "after a saved state a token is left out",

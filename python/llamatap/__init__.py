@@ -40,6 +40,7 @@ from llamatap.model_drafters import (
 )
 from llamatap.probe import LayerProbe, Probe, probe
 from llamatap.sampler import Sampler
+from llamatap.session import Session
 from llamatap.speculative import DraftOutput, SpeculativeContext
 from llamatap.states import States
 
@@ -77,6 +78,7 @@ __all__ = [
     "NGramDrafter",
     "Probe",
     "Sampler",
+    "Session",
     "SpeculativeContext",
     "SpeculativeDrafter",
     "States",

@@ -1,162 +1,110 @@
-"""The loop of :func:`llamatap.generate`: rounds of drafting, one decode of the target, and verification."""
+"""What generates: rounds of drafting, one decode of the target, and verification."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llamatap._holding import check_free, held, tidying
 from llamatap._native import _core, flush_log
 from llamatap._rewind import rewind_of
-from llamatap._sequence import NO_DRAFT, Options, Prompt
-from llamatap.context import Batch, Context
+from llamatap._sequence import NO_DRAFT, Prompt
+from llamatap.context import Batch, Context, Tap
 from llamatap.drafters import (
     Draft,
     Drafter,
     DraftRequest,
     checked_drafts,
-    leaves,
     most_tokens,
     new_length,
     reset_all,
     specs_of,
 )
-from llamatap.errors import BusyError, EngineError, InvalidInputError
+from llamatap.errors import EngineError, InvalidInputError, UnsupportedError
 from llamatap.generation import Event, TokenLogprobs
 from llamatap.layers import LayerId, normalize
 from llamatap.states import States
 
-__all__ = ["Loop", "check_free"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
-_logger = logging.getLogger("llamatap")
-
-#: The loop that a drafter is in use by, by the drafter's id.
-_loops: dict[int, object] = {}
-
-
-def check_free(context: Context, drafter: Drafter | None) -> None:
-    """The context's memory holds nothing, and no generation has it or the drafter for itself.
-
-    :raises InvalidInputError: it holds tokens.
-    :raises BusyError: a generation is going on.
-    """
-    if context.generation is not None:
-        raise BusyError("another generation is going on in this context; it must end first")
-    if drafter is not None and any(id(one) in _loops for one in leaves(drafter)):
-        raise BusyError("the drafter is in use by another generation; give each one of its own")
-    for seq in range(context.n_seq_max):
-        if context.native.memory_last(seq) >= 0:
-            raise InvalidInputError(
-                f"sequence {seq} of the context holds tokens; generation needs an empty memory "
-                "(memory.clear())"
-            )
-
-
-def _tidying(
-    action: Callable[[], object],
-) -> Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]:
-    """`action` for the end of a ``with`` block. What it raises does not replace what ended the block."""
-
-    def tidy(
-        kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            action()
-        except Exception as other:
-            if error is None or isinstance(error, GeneratorExit):
-                raise
-            _logger.warning("after %r a generation could not be tidied up: %r", error, other)
-
-    return tidy
+__all__ = ["Loop"]
 
 
 class Loop:
-    """One call of :func:`generate`."""
+    """Prompts that wait, and texts under way in one context. Within a ``with`` block it has the context and
+    the drafter for itself; with its end the texts under way are gone.
 
-    def __init__(
-        self,
-        context: Context,
-        waiting: Iterable[Prompt],
-        drafter: Drafter | None,
-        options: Options,
-    ) -> None:
+    :raises InvalidInputError: the drafter is another context's or asks for what is not there, or the context
+        holds tokens.
+    :raises UnsupportedError: the model generates no text.
+    :raises BusyError: a generation is going on.
+    """
+
+    def __init__(self, context: Context, drafter: Drafter | None) -> None:
+        specs = [] if drafter is None else specs_of(drafter)
+        if any(spec.target is not context for spec in specs):
+            raise InvalidInputError("the drafter was made for another context; generate in its target")
+        native = context.native
+        if not native.has_memory or not native.causal:
+            raise UnsupportedError(f"{context._loaded.arch} models do not generate text")
+        check_free(context, drafter)
         self.context = context
         self.drafter = drafter
-        self.options = options
-        self.waiting = deque(waiting)
+        #: Other threads may append to it.
+        self.waiting: deque[Prompt] = deque()
         self.live: list[Prompt] = []
-        specs = [] if drafter is None else specs_of(drafter)
-        n_seqs = min([context.n_seq_max, *(spec.n_seq_max for spec in specs)])
-        self.free = list(range(n_seqs))[::-1]
+        #: To be set once one that may still wait was cancelled.
+        self.cancelling = False
+        self.n_seqs = min([context.n_seq_max, *(spec.n_seq_max for spec in specs)])
+        self.free = list(range(self.n_seqs))[::-1]
         self.length = None if drafter is None else new_length(drafter)
         self.n_max = 0 if drafter is None else most_tokens(drafter)
-        needed = () if drafter is None else _layers(drafter, context._loaded.n_layer)
-        wanted = () if options.states is None else options.layers
-        self.layers = tuple(dict.fromkeys((*needed, *wanted)))
-        self.columns = [self.layers.index(layer) for layer in wanted]
-        #: Drafters need the states of all entries; states of the text are those of outputs.
-        self.rows: Literal["all", "outputs"] = "all" if needed else "outputs"
+        #: What the drafter needs of every token.
+        self.layers = () if drafter is None else _layers(drafter, context._loaded.n_layer)
         self.rewind = rewind_of(context)
         self.now = 0.0
 
-    def events(self) -> Generator[Event, None, None]:
+    def __enter__(self) -> Self:
         check_free(self.context, self.drafter)
-        events: Sequence[Event] = ()
-        with self._held():
-            for events in self._rounds():
-                # The last ones come when all is given back.
-                if not self.live and not self.waiting:
-                    break
-                yield from events
-        yield from events
+        with contextlib.ExitStack() as stack:
+            stack.push(tidying(flush_log))
+            stack.enter_context(held(self.context, self.drafter, self))
+            stack.push(tidying(self.drop))
+            self._held = stack.pop_all()
+        return self
 
-    @contextlib.contextmanager
-    def _held(self) -> Iterator[None]:
-        """Have the context and the drafter for oneself, and a tap open where states are needed."""
-        with contextlib.ExitStack() as held:
-            held.push(_tidying(flush_log))
-            held.callback(self._let_go)
-            with self.context.lock:
-                if self.context.generation is not None:
-                    raise BusyError("another generation is going on in this context; it must end first")
-                self.context.generation = self
-            for one in () if self.drafter is None else leaves(self.drafter):
-                if _loops.setdefault(id(one), self) is not self:
-                    raise BusyError("the drafter is in use by another generation; give each one of its own")
-            held.push(_tidying(self._forget))
-            held.push(_tidying(self._clear))
-            if self.layers:
-                held.enter_context(self.context.tap(self.layers, rows=self.rows))
-            yield
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._held.__exit__(kind, error, trace)
 
-    def _let_go(self) -> None:
-        if self.context.generation is self:
-            self.context.generation = None
-        for one in () if self.drafter is None else leaves(self.drafter):
-            if _loops.get(id(one)) is self:
-                del _loops[id(one)]
-
-    def _clear(self) -> None:
+    def drop(self) -> None:
+        """Forget the texts under way, wherever they are."""
+        seqs = [one.seq for one in self.live]
+        self.live = []
+        self.free = list(range(self.n_seqs))[::-1]
         with contextlib.ExitStack() as all_of_them:
-            for sequence in self.live:
-                all_of_them.callback(self._remove, sequence.seq)
+            if self.drafter is not None:
+                all_of_them.callback(reset_all, [self.drafter], seqs)
+            for seq in seqs:
+                all_of_them.callback(self._remove, seq)
 
     def _remove(self, seq: int) -> None:
         # After a failure inside of the engine there is nothing left to tidy.
         with contextlib.suppress(EngineError):
             if not self.context.closed:
                 self.context.native.memory_remove(seq, -1, -1)
-
-    def _forget(self) -> None:
-        if self.drafter is not None:
-            reset_all([self.drafter], [one.seq for one in self.live])
 
     def _spent(self, phase: Literal["target", "draft", "sampling"], *sequences: Prompt) -> None:
         """The seconds since the last call were spent on these sequences, by their entries in the pass."""
@@ -167,33 +115,63 @@ class Loop:
             name = f"{phase}_seconds"
             setattr(one.stats, name, getattr(one.stats, name) + seconds)
 
-    def _rounds(self) -> Iterator[list[Event]]:
-        """The events of each round."""
-        while self.waiting or self.live:
-            # Since the last round the time was the caller's.
-            self.now = started = time.perf_counter()
-            cancelled = [one for one in self.live if one.cancelled.is_set()]
-            if cancelled:
-                for sequence in cancelled:
-                    sequence.finish_reason = "cancelled"
-                yield self._new_events(cancelled)
-                continue
-            self._admit()
-            feeding = any(one.feeding for one in self.live)
-            n_drafted = self._draft(feeding)
-            self._feed()
-            for part in self.rewind.parts([one for one in self.live if one.n_rows > 0]):
-                self._pass(part)
-            if self.length is not None and not feeding:
-                self.length.measure(n_drafted, self.now - started, len(self.live))
-            yield self._new_events(list(self.live))
+    def round(self) -> list[Event]:
+        """One pass of the target for each text under way, and what it gives. An exception leaves the texts
+        under way as they happen to be: :meth:`drop` is then all that can be done.
+
+        :raises InvalidInputError: the drafter gives what is no draft, or a tap is open and states are needed.
+        """
+        # Since the last round the time was the caller's.
+        self.now = started = time.perf_counter()
+        if cancelled := self._cancelled():
+            for sequence in cancelled:
+                sequence.finish_reason = "cancelled"
+            return self._new_events(cancelled)
+        self._admit()
+        if not self.live:
+            return []
+        feeding = any(one.feeding for one in self.live)
+        n_drafted = self._draft(feeding)
+        self._feed()
+        for part in self.rewind.parts([one for one in self.live if one.n_rows > 0]):
+            self._pass(part)
+        if self.length is not None and not feeding:
+            self.length.measure(n_drafted, self.now - started, len(self.live))
+        return self._new_events(list(self.live))
+
+    def check_tap(self) -> None:
+        """To be called before a round that shall not be begun in vain.
+
+        :raises InvalidInputError: a tap is open, and the drafter or a text needs states.
+        """
+        if self.context._tap is not None and (
+            self.layers or any(one.options.states or one.options.prompt_states for one in self._coming())
+        ):
+            raise InvalidInputError(
+                "a tap is open on this context, and the drafter or a prompt needs states; close it first"
+            )
+
+    def _coming(self) -> list[Prompt]:
+        return [*self.live, *list(self.waiting)[: len(self.free)]]
+
+    def _cancelled(self) -> list[Prompt]:
+        """The cancelled ones; those that waited do no more."""
+        found = [one for one in self.live if one.cancelled.is_set()]
+        if self.cancelling:
+            # Before the look, so that one that is cancelled meanwhile is looked for again.
+            self.cancelling = False
+            for one in list(self.waiting):
+                if one.cancelled.is_set():
+                    self.waiting.remove(one)
+                    found.append(one)
+        return found
 
     def _new_events(self, sequences: Iterable[Prompt]) -> list[Event]:
         events: list[Event] = []
         for sequence in sequences:
             if sequence.finish_reason is not None:
                 self._finish(sequence)
-            events += sequence.new_events(self.context, self.options)
+            events += sequence.new_events(self.context)
             self._spent("sampling", sequence)
         return events
 
@@ -208,6 +186,9 @@ class Loop:
             self.waiting.popleft()
             sequence.seq = self.free.pop()
             self.live.append(sequence)
+            if self.context.native.memory_last(sequence.seq) >= 0:
+                # It could not be freed after an error.
+                self.context.native.memory_remove(sequence.seq, -1, -1)
             if self.drafter is not None:
                 # It may know something of the sequence from before.
                 self.drafter.reset(sequence.seq)
@@ -220,7 +201,7 @@ class Loop:
         if drafter is None:
             return 0
         rooms = {
-            one.seq: min(self.options.max_tokens - len(one.tokens), one.capacity - one.position) - 1
+            one.seq: min(one.options.max_tokens - len(one.tokens), one.capacity - one.position) - 1
             for one in self.live
             if not one.feeding
         }
@@ -251,17 +232,16 @@ class Loop:
         total = 0
         for sequence in drafting:
             if draft := drafts.get(sequence.seq):
-                sequence.draft = self._usable(draft)
+                sequence.draft = self._usable(draft, sequence.options.rejection)
                 total += len(draft.tokens)
         self._spent("draft", *drafting)
         return round(total / len(drafting))
 
-    def _usable(self, draft: Draft) -> Draft:
+    def _usable(self, draft: Draft, rejection: bool) -> Draft:
         tokens = draft.tokens
         n_vocab = self.context._loaded.n_vocab
         if not (tokens.min() >= 0 and tokens.max() < n_vocab):
             raise InvalidInputError(f"drafted token ids must be in 0..{n_vocab - 1}; found {tokens.tolist()}")
-        rejection = self.options.rejection
         return Draft(tokens, None, _distributions(draft, n_vocab) if rejection else None)
 
     def _feed(self) -> None:
@@ -279,6 +259,7 @@ class Loop:
         """One decode of the target, and what follows from it."""
         batch = Batch()
         n_outputs = 0
+        tap = self._tap(sequences)
         self.rewind.before(sequences)
         for sequence in sequences:
             sequence.first_row, sequence.first_output = len(batch), n_outputs
@@ -294,24 +275,44 @@ class Loop:
             for i, token in enumerate(sequence.draft.tokens.tolist(), 1):
                 batch.add(token, sequence.position + i, sequence.seq, True)
             n_outputs += sequence.n_rows
-        self.context._decode(batch)
-        self._spent("target", *sequences)
-        if self.drafter is not None:
-            self.drafter.process(batch)
-            self._spent("draft", *sequences)
-        states = self.context.tapped
+        with tap or contextlib.nullcontext():
+            self.context._decode(batch)
+            self._spent("target", *sequences)
+            if self.drafter is not None:
+                self.drafter.process(batch)
+                self._spent("draft", *sequences)
+        states = None if tap is None else tap.states
         taken_back = []
         for sequence in sequences:
+            if states is not None and sequence.options.prompt_states and not sequence.tokens:
+                end = sequence.first_row + 1
+                sequence.keep_prompt_rows(states, end - sequence.n_rows, end)
+                self._spent("target", sequence)
             if sequence.feeding:
                 continue
+            if tap is not None:
+                sequence.first_state = sequence.first_row if tap.rows == "all" else sequence.first_output
             n_accepted = self._verify(sequence, states)
             if n_accepted < len(sequence.draft.tokens):
                 taken_back.append((sequence, n_accepted))
         for sequence, n_accepted in taken_back:
             self._take_back(sequence, n_accepted)
 
+    def _tap(self, sequences: Iterable[Prompt]) -> Tap | None:
+        """What a pass of these is tapped with: for the drafter, and for those who want states of it."""
+        wanting = [one for one in sequences if one.wants_states]
+        layers = dict.fromkeys(self.layers)
+        for sequence in wanting:
+            layers |= dict.fromkeys(sequence.options.layers)
+        if not layers:
+            return None
+        # Of a text only outputs have states that count.
+        every = len(self.layers) > 0 or any(one.feeding for one in wanting)
+        return Tap(self.context, tuple(layers), "all" if every else "outputs", "float32")
+
     def _verify(self, sequence: Prompt, states: States | None) -> int:
         """Choose the next tokens. Returns how many drafted ones the target has as it should."""
+        options = sequence.options
         was_prompt = not sequence.tokens
         draft = sequence.draft.tokens
         tokens, n_accepted = _core.verify(
@@ -320,8 +321,8 @@ class Loop:
             sequence.first_row,
             draft,
             sequence.draft.distributions,
-            not self.options.ignore_eos,
-            list(self.options.stop_tokens),
+            not options.ignore_eos,
+            list(options.stop_tokens),
         )
         if was_prompt:
             sequence.position = len(sequence.prompt)
@@ -330,9 +331,9 @@ class Loop:
         before = len(sequence.tokens)
         for i, token in enumerate(tokens):
             sequence.tokens.append(token)
-            if self.options.logprobs is not None:
+            if options.logprobs is not None:
                 logits = self.context.logits(sequence.first_row + i)
-                sequence.logprobs.append(_logprobs(logits, token, self.options.logprobs))
+                sequence.logprobs.append(_logprobs(logits, token, options.logprobs))
             if self._ends(sequence, token):
                 break
         n_new = len(sequence.tokens) - before
@@ -346,11 +347,10 @@ class Loop:
             sequence.stats.count(n_tried, n_stood)
             if self.length is not None and n_tried:
                 self.length.observe(n_tried, n_stood)
-            if self.options.states is not None and states is not None:
+            if options.states is not None and states is not None:
                 # The rows of this pass are of the newest token before it, and of what was accepted.
-                first = sequence.first_row if self.rows == "all" else sequence.first_output
-                rows = states.array[first : first + n_stood + 1, self.columns].copy()
-                sequence.keep_rows(rows, self.options)
+                first = sequence.first_state
+                sequence.keep_rows(states, first, first + n_stood + 1)
                 self._spent("target", sequence)
             if self.drafter is not None:
                 self.drafter.accept(sequence.seq, n_accepted)
@@ -361,36 +361,32 @@ class Loop:
 
     def _ends(self, sequence: Prompt, token: int) -> bool:
         """Take the text of the newest token; whether it is the last one."""
-        is_stop = token in self.options.stop_tokens or (
-            not self.options.ignore_eos and self.context._loaded.is_end_of_generation(token)
+        is_stop = token in sequence.options.stop_tokens or (
+            not sequence.options.ignore_eos and self.context._loaded.is_end_of_generation(token)
         )
         sequence.pieces.append("" if is_stop else sequence.text.push(token))
         if is_stop or sequence.text.stopped:
             sequence.finish_reason = "stop"
-        elif len(sequence.tokens) >= self.options.max_tokens:
+        elif len(sequence.tokens) >= sequence.options.max_tokens:
             sequence.finish_reason = "length"
         return sequence.finish_reason is not None
 
     def _take_back(self, sequence: Prompt, n_accepted: int) -> None:
-        if sequence.finish_reason is None or not (self.options.states is None or sequence.last_is_computed):
+        if sequence.finish_reason is None or not (
+            sequence.options.states is None or sequence.last_is_computed
+        ):
             self.rewind.back(sequence, n_accepted)
             self._spent("target", sequence)
 
     def _finish(self, sequence: Prompt) -> None:
         """What is left to do when the last token is known."""
-        if self.options.states is None or sequence.last_is_computed:
-            pass
-        elif sequence.position >= sequence.capacity:
-            # There is no place for it, so it has no state.
-            sequence.rows = sequence.rows if self.options.states == "full" else []
-        else:
-            batch = Batch()
-            batch.add(sequence.tokens[-1], sequence.position, sequence.seq, self.rows == "outputs")
-            self.context._decode(batch)
-            states = self.context.tapped
-            assert states is not None
-            sequence.keep_rows(states.array[:, self.columns].copy(), self.options)
+        states = sequence.options.states
+        if states is not None and sequence.tokens and not sequence.last_is_computed:
+            self._compute_last(sequence)
         sequence.flush_text()
+        if sequence.seq < 0:
+            # It was cancelled before it was let in.
+            return
         self.context.native.memory_remove(sequence.seq, -1, -1)
         self._spent("target", sequence)
         if self.drafter is not None:
@@ -398,6 +394,19 @@ class Loop:
             self._spent("draft", sequence)
         self.live.remove(sequence)
         self.free.append(sequence.seq)
+
+    def _compute_last(self, sequence: Prompt) -> None:
+        """Have the state of the last token, which no pass has seen."""
+        if sequence.position >= sequence.capacity:
+            # There is no place for it, so it has no state.
+            sequence.rows = sequence.rows if sequence.options.states == "full" else []
+            return
+        batch = Batch()
+        batch.add(sequence.tokens[-1], sequence.position, sequence.seq)
+        # It is no output: nobody wants its logits.
+        with Tap(self.context, sequence.options.layers, "all", "float32") as tap:
+            self.context._decode(batch)
+        sequence.keep_rows(tap.states, 0, 1)
 
 
 def _layers(drafter: Drafter, n_layer: int) -> tuple[LayerId, ...]:

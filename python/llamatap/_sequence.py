@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,12 +25,15 @@ NO_DRAFT = Draft(np.zeros(0, np.int32))
 
 @dataclass(frozen=True)
 class Options:
+    """Those of one text; its sampler has the others."""
+
     max_tokens: int
     stop: tuple[str, ...]
     stop_tokens: tuple[int, ...]
     ignore_eos: bool
     logprobs: int | None
     states: Literal["last", "full"] | None
+    prompt_states: bool
     layers: tuple[LayerId, ...]
     rejection: bool
 
@@ -39,10 +42,17 @@ class Prompt:
     """A prompt and what was generated after it."""
 
     def __init__(
-        self, index: int, prompt: NDArray[np.int32], sampler: Sampler, text: TextStream, capacity: int
+        self,
+        index: int,
+        prompt: NDArray[np.int32],
+        options: Options,
+        sampler: Sampler,
+        text: TextStream,
+        capacity: int,
     ) -> None:
         self.index = index
         self.prompt = prompt
+        self.options = options
         self.sampler = sampler
         self.text = text
         #: Places in the target's memory that it may take.
@@ -53,16 +63,21 @@ class Prompt:
         self.tokens: list[int] = []
         self.pieces: list[str] = []
         self.logprobs: list[TokenLogprobs] = []
+        #: States of generated tokens.
         self.rows: list[NDArray[np.float32]] = []
+        #: States of the prompt: of what was fed, whatever its length is.
+        self.prompt_rows: NDArray[np.float32] | None = None
         self.stats = Stats(prompt_tokens=len(prompt))
         #: Where the newest token is, or will be: the target has decoded all before it.
         self.position = 0
         self.draft = NO_DRAFT
         #: Its entries in the next pass: of the prompt, or the newest token and the draft.
         self.n_rows = 0
-        #: Of its first output in the pass, the number among all entries, and among outputs.
+        #: Of its first output in the pass, the number among all entries, among outputs, and among the rows of
+        #: states.
         self.first_row = 0
         self.first_output = 0
+        self.first_state = 0
         self.n_given = 0  # events
         self.finish_reason: FinishReason | None = None
         # Events keep it: it must not keep the context.
@@ -75,12 +90,36 @@ class Prompt:
         """Whether a part of the prompt is still to be decoded."""
         return self.fed < len(self.prompt)
 
-    def keep_rows(self, rows: NDArray[np.float32], options: Options) -> None:
-        """Take note of states ``(n, n_layers, n_embd)`` of the newest tokens: of all, or of the last one."""
-        if options.states == "full":
+    @property
+    def wants_states(self) -> bool:
+        """Whether the next pass has states that it asked for."""
+        return self.options.prompt_states if self.feeding else self.options.states is not None
+
+    def keep_rows(self, states: States, begin: int, end: int) -> None:
+        """Take note of rows of a pass that are of the newest tokens: of all, or of the last one."""
+        rows = np.take(states.array[begin:end], self._columns(states), axis=1)
+        if self.options.states == "full":
             self.rows += list(rows)
         else:
-            self.rows = list(rows[-1:])
+            self.rows = [rows[-1].copy()]
+
+    def keep_prompt_rows(self, states: States, begin: int, end: int) -> None:
+        """Take note of rows of a pass that are of the newest piece of the prompt."""
+        columns = self._columns(states)
+        n, (n_rows, n_columns, n_embd) = end - begin, states.array.shape
+        if n == n_rows == len(self.prompt) and columns == list(range(n_columns)):
+            # They are there already.
+            self.prompt_rows = states.array
+            return
+        if self.prompt_rows is None:
+            self.prompt_rows = np.empty((len(self.prompt), len(columns), n_embd), np.float32)
+        piece = self.prompt_rows[self.fed - n : self.fed]
+        # Columns one by one: an array of all would be there twice for a moment.
+        for i, column in enumerate(columns):
+            piece[:, i] = states.array[begin:end, column]
+
+    def _columns(self, states: States) -> list[int]:
+        return [states.layers.index(layer) for layer in self.options.layers]
 
     def flush_text(self) -> None:
         """Let out the text that was held back, with the newest token if nobody has it yet."""
@@ -91,47 +130,59 @@ class Prompt:
             self.pieces.append(held)
 
     def _states(
-        self, context: Context, options: Options, rows: list[NDArray[np.float32]], tokens: list[int]
+        self, context: Context, array: NDArray[np.float32], tokens: Sequence[int], rows: str
     ) -> States:
-        shape = (len(rows), len(options.layers), context._loaded.n_embd)
-        array = np.stack(rows) if rows else np.zeros(shape, np.float32)
-        array.flags.writeable = False
         ids = np.array(tokens, np.int32)
-        ids.flags.writeable = False
+        array.flags.writeable = ids.flags.writeable = False
         return States(
             array,
             ids,
-            options.layers,
+            self.options.layers,
             n_layer=context._loaded.n_layer,
             source=context.source,
-            details={"rows": options.states},
+            details={"rows": rows},
         )
 
-    def _generation(self, context: Context, options: Options) -> Generation:
+    def _text_states(
+        self, context: Context, rows: list[NDArray[np.float32]], tokens: Sequence[int]
+    ) -> States | None:
+        kind = self.options.states
+        if kind is None:
+            return None
+        array = np.stack(rows) if rows else self._no_rows(context)
+        return self._states(context, array, tokens, kind)
+
+    def _no_rows(self, context: Context) -> NDArray[np.float32]:
+        return np.zeros((0, len(self.options.layers), context._loaded.n_embd), np.float32)
+
+    def _generation(self, context: Context) -> Generation:
         assert self.finish_reason is not None
-        states = None
-        if options.states is not None:
-            tokens = self.tokens[-1:] if options.states == "last" else self.tokens
-            states = self._states(context, options, self.rows, tokens[: len(self.rows)])
+        tokens = self.tokens[-1:] if self.options.states == "last" else self.tokens
+        prompt_states = None
+        if self.options.prompt_states:
+            n = self.fed
+            array = self._no_rows(context) if self.prompt_rows is None else self.prompt_rows[:n]
+            prompt_states = self._states(context, array, self.prompt[:n].tolist(), "prompt")
         return Generation(
             self.index,
             self.prompt,
             np.array(self.tokens, np.int32),
             self.text.text,
             self.finish_reason,
-            states,
-            self.logprobs if options.logprobs is not None else None,
+            self._text_states(context, self.rows, tokens[: len(self.rows)]),
+            prompt_states,
+            self.logprobs if self.options.logprobs is not None else None,
             self.stats,
         )
 
-    def new_events(self, context: Context, options: Options) -> Iterator[Event]:
+    def new_events(self, context: Context) -> Iterator[Event]:
         """Events of tokens that were not given out yet: those whose states are there, where asked for. Of a
         cancelled text whose tokens are all out, one without a token."""
         done = self.finish_reason is not None
-        full = options.states == "full"
+        full = self.options.states == "full"
         known = len(self.rows) if full and not done else len(self.tokens)
         if done and self.n_given == known:
-            final = self._generation(context, options)
+            final = self._generation(context)
             yield Event(self.index, -1, self.pieces[-1], None, None, final, self.cancelled.set)
         while self.n_given < known:
             i = self.n_given
@@ -139,15 +190,15 @@ class Prompt:
             last = done and i + 1 == len(self.tokens)
             states = None
             if full and i < len(self.rows):
-                states = self._states(context, options, [self.rows[i]], [self.tokens[i]])
-            elif last and options.states == "last" and self.rows:
-                states = self._states(context, options, self.rows, self.tokens[-1:])
+                states = self._text_states(context, [self.rows[i]], [self.tokens[i]])
+            elif last and not full and self.rows:
+                states = self._text_states(context, self.rows, self.tokens[-1:])
             yield Event(
                 self.index,
                 self.tokens[i],
                 self.pieces[i],
                 states,
-                self.logprobs[i] if options.logprobs is not None else None,
-                self._generation(context, options) if last else None,
+                self.logprobs[i] if self.options.logprobs is not None else None,
+                self._generation(context) if last else None,
                 self.cancelled.set,
             )

@@ -59,7 +59,8 @@ class Memory(NotCopied):
 
     Ranges of positions are half-open, ``[p0, p1)``; None stands for the start and for the end.
 
-    While :func:`llamatap.generate` is at work in the context, what changes the memory raises BusyError.
+    While :func:`llamatap.generate` is at work in the context, or a :class:`llamatap.Session` has it, what
+    changes the memory raises BusyError.
     """
 
     def __init__(self, context: _HoldsContext) -> None:
@@ -310,7 +311,7 @@ class Context(Closing):
         if self.generation is not None:
             raise BusyError(
                 "a generation is going on in this context and has its memory for itself; it must end first "
-                "(exhaust or close() what generate() gave)"
+                "(exhaust or close() what generate() gave, or close the Session)"
             )
         return native
 

@@ -72,7 +72,8 @@ class Drafter(ABC):
     """Guesses the next tokens of sequences. Subclass it to draft by a way of your own; :meth:`draft` is all
     that a subclass must have. One that needs the text alone is shorter as a :class:`TextDrafter`.
 
-    What :func:`llamatap.generate` calls; :meth:`draft` and :meth:`process` for all live sequences at once:
+    What :func:`llamatap.generate` and sessions call; :meth:`draft` and :meth:`process` for all live
+    sequences at once:
 
     1. :meth:`reset`, for a sequence before its first batch.
     2. :meth:`process`, once after each decode of the target that brings new entries: of a prompt, all or a
@@ -85,7 +86,7 @@ class Drafter(ABC):
     5. :meth:`reset`, for a sequence that has ended, in whatever way. Its id then serves another text.
     """
 
-    #: The target's states that it needs of every token: :func:`llamatap.generate` opens a tap for them, and
+    #: The target's states that it needs of every token: each pass is tapped for them, and
     #: ``context.tapped`` has them when :meth:`process` is called.
     target_layers: tuple[LayerId, ...] = ()
     #: The most tokens that are asked for; None for all that there is room for. "auto" measures which length

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap import layers as layer_ids
 from llamatap._check import flag, integer
-from llamatap._loop import Loop, check_free
+from llamatap._loop import Loop
+from llamatap._options import GenerateOptions, checked_options, new_prompt, room_of
 from llamatap._prompts import Input, is_single, prompt_tokens
-from llamatap._sequence import Options, Prompt
-from llamatap._text import TextStream
 from llamatap.context import Context
-from llamatap.drafters import AnyDrafter, as_drafter, specs_of
-from llamatap.errors import ContextFullError, InvalidInputError, UnsupportedError
+from llamatap.drafters import AnyDrafter, as_drafter
+from llamatap.errors import InvalidInputError
 from llamatap.generation import Event, Generation
 from llamatap.layers import LayerId
 from llamatap.model import Model
-from llamatap.sampler import Sampler, SamplerOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -31,6 +28,17 @@ __all__ = ["GenerateOptions", "generate"]
 
 # The most sequences of a context that is made for a model.
 _MOST_SEQUENCES = 8
+
+
+def _events(loop: Loop) -> Generator[Event, None, None]:
+    events: Sequence[Event] = ()
+    with loop:
+        while loop.waiting or loop.live:
+            events = loop.round()
+            # The last ones come when all is given back.
+            if loop.waiting or loop.live:
+                yield from events
+    yield from events
 
 
 def _in_order(events: Generator[Event, None, None], n_prompts: int) -> Generator[Generation, None, None]:
@@ -46,31 +54,6 @@ def _in_order(events: Generator[Event, None, None], n_prompts: int) -> Generator
     assert upcoming == n_prompts
 
 
-def _strings(name: str, values: str | Iterable[str]) -> tuple[str, ...]:
-    if not isinstance(values, Iterable):
-        raise InvalidInputError(f"{name} must be a str or a list of them, not {values!r}")
-    found = (values,) if isinstance(values, str) else tuple(values)
-    for value in found:
-        if not isinstance(value, str) or not value:
-            raise InvalidInputError(f"{name} must be a str or a list of them, none empty; found {value!r}")
-    return found
-
-
-def _stop_tokens(model: Model, tokens: Iterable[int]) -> tuple[int, ...]:
-    if not isinstance(tokens, Iterable) or isinstance(tokens, (str, bytes)):
-        raise InvalidInputError(f"stop_tokens must be a list of token ids, not {tokens!r}")
-    return tuple(integer("a stop token", token, 0, model.n_vocab - 1) for token in tokens)
-
-
-def _pieces(model: Model) -> Callable[[int], bytes]:
-    native = model.native
-    try:
-        native.piece(0, False)
-    except UnsupportedError:
-        return lambda token: b""
-    return lambda token: native.piece(token, False)
-
-
 def _capacities(model: Model, prompts: Sequence[NDArray[np.int32]], max_tokens: int) -> list[int]:
     """The places that texts may take: no more than what the model was trained with, or a prompt has."""
     return [min(len(prompt) + max_tokens, max(model.n_ctx_train, len(prompt))) for prompt in prompts]
@@ -79,19 +62,6 @@ def _capacities(model: Model, prompts: Sequence[NDArray[np.int32]], max_tokens: 
 def _context_for(model: Model, capacities: Sequence[int]) -> Context:
     n_seq_max = min(len(capacities), _MOST_SEQUENCES) if model.native.batches_sequences else 1
     return model.context(n_ctx=sum(sorted(capacities)[-n_seq_max:]), n_seq_max=n_seq_max)
-
-
-class GenerateOptions(SamplerOptions, total=False):
-    """The keyword arguments of :func:`generate`, but for ``stream``."""
-
-    max_tokens: int
-    stop: str | Iterable[str]
-    stop_tokens: Iterable[int]
-    ignore_eos: bool
-    logprobs: int | None
-    states: Literal["last", "full"] | None
-    layers: Iterable[LayerId] | LayerId | None
-    rejection: bool
 
 
 @overload
@@ -147,6 +117,7 @@ def generate(
     ignore_eos: bool = False,
     logprobs: int | None = None,
     states: Literal["last", "full"] | None = None,
+    prompt_states: bool = False,
     layers: Iterable[LayerId] | LayerId | None = None,
     rejection: bool = False,
     stream: bool = False,
@@ -175,7 +146,10 @@ def generate(
     :param states: the target's states of the generated tokens, from the same passes: of each (``"full"``), or
         of the last (``"last"``). Only the final token, which no pass has computed, costs one more decode.
         At the end of a full context there is no place for the last token, so its row is missing.
-    :param layers: which states, as of :meth:`Context.tap`; None for (-2,), as there. Only with ``states``.
+    :param prompt_states: the target's states of the prompt's tokens as well, from the passes that it enters
+        with; or alone, without ``states``.
+    :param layers: which states, as of :meth:`Context.tap`; None for (-2,), as there. Only with ``states`` or
+        ``prompt_states``.
     :param rejection: accept drafted tokens by rejection sampling, for drafters that draw their tokens
         (``temperature`` of theirs above 0): the same distribution, other tokens, more of them accepted.
     :param stream: give an :class:`Event` for each token as it comes, rather than a :class:`Generation` for
@@ -197,66 +171,44 @@ def generate(
     if not isinstance(model_or_context, (Model, Context)):
         raise InvalidInputError(f"expected a Model or a Context, found {type(model_or_context).__name__}")
     model = model_or_context if isinstance(model_or_context, Model) else model_or_context.model
-    if states is not None and not (isinstance(states, str) and states in ("last", "full")):
-        raise InvalidInputError(f"states must be 'last', 'full' or None, not {states!r}")
-    options = Options(
-        integer("max_tokens", max_tokens, 1),
-        _strings("stop", stop),
-        _stop_tokens(model, stop_tokens),
-        flag("ignore_eos", ignore_eos),
-        None if logprobs is None else integer("logprobs", logprobs, 0, 1024),
-        states,
-        layer_ids.normalize((-2,) if layers is None else layers, model.n_layer),
-        flag("rejection", rejection),
-    )
     flag("stream", stream)
-    if layers is not None and states is None:
-        raise InvalidInputError("layers= says which states to give; say states='last' or 'full' as well")
-    if rejection and chosen is not None and not chosen.draws:
-        raise InvalidInputError(
-            "rejection=True needs a drafter that draws its tokens; make it (of several, each) with a "
-            "temperature above 0"
-        )
+    options, sampling = checked_options(
+        model,
+        chosen,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repeat_penalty=repeat_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        penalty_last_n=penalty_last_n,
+        stop=stop,
+        stop_tokens=stop_tokens,
+        ignore_eos=ignore_eos,
+        logprobs=logprobs,
+        states=states,
+        prompt_states=prompt_states,
+        layers=layers,
+        rejection=rejection,
+    )
     inputs = cast("Sequence[Input]", [prompts] if is_single(prompts, "prompts") else prompts)
     texts = [prompt_tokens(model, prompt, None) for prompt in inputs]
     if isinstance(model_or_context, Context):
         context = model_or_context
-        capacities = [len(tokens) + options.max_tokens for tokens in texts]
+        rooms = [room_of(context)] * len(texts)
     else:
         capacities = _capacities(model, texts, options.max_tokens)
         context = _context_for(model, capacities)
-    if chosen is not None and any(spec.target is not context for spec in specs_of(chosen)):
-        raise InvalidInputError("the drafter was made for another context; give generate() its target")
-    native = context.native
-    if not native.has_memory or not native.causal:
-        raise UnsupportedError(f"{model.arch} models do not generate text")
-    check_free(context, chosen)
-    room = min(native.n_ctx_seq, native.position_limit)
+        room = room_of(context)
+        rooms = [min(capacity, room) for capacity in capacities]
+    loop = Loop(context, chosen)
     base = secrets.randbits(31) if seed is None else integer("seed", seed, 0, 2**32 - 2)
-    sampling: SamplerOptions = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repeat_penalty": repeat_penalty,
-        "frequency_penalty": frequency_penalty,
-        "presence_penalty": presence_penalty,
-        "penalty_last_n": penalty_last_n,
-    }
-    piece = _pieces(model)
-    sequences = []
-    for index, tokens in enumerate(texts):
-        if len(tokens) > room:
-            raise ContextFullError(
-                f"prompt {index} has {len(tokens)} tokens; the context has room for {room} (n_ctx)"
-            )
+    for index, (tokens, room) in enumerate(zip(texts, rooms, strict=True)):
         # Far apart, so that no prompt has the numbers of another one's with a seed nearby.
         sampling["seed"] = (base + index * 0x9E3779B1) % (2**32 - 1)
-        sampler = Sampler(model, **sampling)
-        if (repeat_penalty, frequency_penalty, presence_penalty) != (1.0, 0.0, 0.0):
-            for token in tokens[-penalty_last_n:].tolist():
-                sampler.accept(token)
-        capacity = min(capacities[index], room)
-        sequences.append(Prompt(index, tokens, sampler, TextStream(piece, options.stop), capacity))
-    events = Loop(context, sequences, chosen, options).events()
-    return events if stream else _in_order(events, len(sequences))
+        prompt = new_prompt(model, index, tokens, room, options, sampling, f"prompt {index}")
+        loop.waiting.append(prompt)
+    events = _events(loop)
+    return events if stream else _in_order(events, len(texts))

@@ -14,7 +14,7 @@ from llamatap.states import States
 __all__ = ["Event", "FinishReason", "Generation", "Stats", "TokenLogprobs"]
 
 #: "stop": an end-of-generation or stop token, or a stop string; "length": max_tokens; "context": no room
-#: left; "cancelled": :meth:`Event.cancel`.
+#: left; "cancelled": :meth:`Event.cancel`, :meth:`Session.cancel`.
 FinishReason = Literal["stop", "length", "context", "cancelled"]
 
 
@@ -106,6 +106,8 @@ class Generation:
     :ivar states: where asked for: the target's states of the generated tokens, one row each (``"full"``), or
         of the last one (``"last"``). At the end of a full context there is no place for the last token, and
         its row is missing.
+    :ivar prompt_states: where asked for: the target's states of the prompt's tokens, one row each; of a
+        prompt that was cancelled before all of it was computed, of those that were.
     :ivar logprobs: where asked for, one for each token.
     :ivar stats: how it came about.
     """
@@ -116,6 +118,7 @@ class Generation:
     text: str
     finish_reason: FinishReason
     states: States | None
+    prompt_states: States | None
     logprobs: list[TokenLogprobs] | None
     stats: Stats
 
@@ -125,8 +128,8 @@ class Event:
     """A generated token, as it comes.
 
     :ivar index: which prompt.
-    :ivar token: the token; -1 in the last event of a cancelled text whose tokens were all given out, which
-        has none.
+    :ivar token: the token; -1 in the last event of a cancelled text whose tokens were all given out (or that
+        never had any), which has none.
     :ivar text: the text that it completes: whole characters, and nothing that may yet turn out to be a stop
         string. The texts of a prompt's events join to :attr:`Generation.text`.
     :ivar states: the target's states of the token, one row, where asked for (with ``"last"``, of the last

@@ -258,21 +258,20 @@ def test_long_prompts_enter_in_pieces(
 def test_states_of_texts_are_not_those_of_prompts(
     states: Any, tiny_model: lt.Model, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No row of a prompt is captured but its last."""
+    """No row of a prompt is captured."""
     rows = []
     decode = lt.Context._decode
 
     def seeing(context: lt.Context, batch: lt.Batch) -> None:
         decode(context, batch)
-        assert context.tapped is not None
-        rows.append(len(context.tapped.array))
+        rows.append(0 if context.tapped is None else len(context.tapped.array))
 
     monkeypatch.setattr(lt.Context, "_decode", seeing)
     with tiny_model.context(n_ctx=512, **EXACT) as context:
         (prompt,) = ragged(rng, tiny_model.n_vocab, [200])
         (found,) = lt.generate(context, prompt, max_tokens=4, states=states, layers=[1, -1], ignore_eos=True)
     assert found.states is not None
-    assert rows == [1, 1, 1, 1, 1]
+    assert rows == [0, 1, 1, 1, 1]
 
 
 def test_the_last_state_costs_a_decode_when_asked(rigged_model: lt.Model, decodes: list[int]) -> None:

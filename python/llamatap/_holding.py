@@ -1,0 +1,84 @@
+"""A context's memory and a drafter, for one generation alone."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+from llamatap.context import Context
+from llamatap.drafters import Drafter, leaves
+from llamatap.errors import BusyError, InvalidInputError
+
+__all__ = ["check_free", "held", "tidying"]
+
+_logger = logging.getLogger("llamatap")
+
+#: What a drafter is in use by, by the drafter's id.
+_users: dict[int, object] = {}
+
+_NOT_FREE = (
+    "another generation is going on in this context; it must end first (close() what generate() gave, or the "
+    "Session)"
+)
+
+
+def check_free(context: Context, drafter: Drafter | None) -> None:
+    """The context's memory holds nothing, and no generation has it or the drafter for itself.
+
+    :raises InvalidInputError: it holds tokens.
+    :raises BusyError: a generation is going on.
+    """
+    if context.generation is not None:
+        raise BusyError(_NOT_FREE)
+    if drafter is not None and any(id(one) in _users for one in leaves(drafter)):
+        raise BusyError("the drafter is in use by another generation; give each one of its own")
+    for seq in range(context.n_seq_max):
+        if context.native.memory_last(seq) >= 0:
+            raise InvalidInputError(
+                f"sequence {seq} of the context holds tokens; generation needs an empty memory "
+                "(memory.clear())"
+            )
+
+
+@contextlib.contextmanager
+def held(context: Context, drafter: Drafter | None, user: object) -> Iterator[None]:
+    """Have both for `user` alone.
+
+    :raises BusyError: another one has them.
+    """
+    drafters = [] if drafter is None else list(leaves(drafter))
+    try:
+        with context.lock:
+            if context.generation is not None:
+                raise BusyError(_NOT_FREE)
+            context.generation = user
+        for one in drafters:
+            if _users.setdefault(id(one), user) is not user:
+                raise BusyError("the drafter is in use by another generation; give each one of its own")
+        yield
+    finally:
+        if context.generation is user:
+            context.generation = None
+        for one in drafters:
+            if _users.get(id(one)) is user:
+                del _users[id(one)]
+
+
+def tidying(
+    action: Callable[[], object],
+) -> Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]:
+    """`action` for the end of a ``with`` block. What it raises does not replace what ended the block."""
+
+    def tidy(
+        kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            action()
+        except Exception as other:
+            if error is None or isinstance(error, GeneratorExit):
+                raise
+            _logger.warning("after %r a generation could not be tidied up: %r", error, other)
+
+    return tidy

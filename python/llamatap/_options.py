@@ -1,0 +1,146 @@
+"""What a text is generated with: the options of a prompt, checked, and the prompt that has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamatap import layers as layer_ids
+from llamatap._check import flag, integer
+from llamatap._sequence import Options, Prompt
+from llamatap._text import TextStream
+from llamatap.context import Context
+from llamatap.drafters import Drafter
+from llamatap.errors import ContextFullError, InvalidInputError, UnsupportedError
+from llamatap.layers import LayerId
+from llamatap.model import Model
+from llamatap.sampler import Sampler, SamplerOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["GenerateOptions", "checked_options", "new_prompt", "room_of"]
+
+
+class GenerateOptions(SamplerOptions, total=False):
+    """The keyword arguments of :func:`generate`, but for ``stream``; those of :meth:`Session.add`."""
+
+    max_tokens: int
+    stop: str | Iterable[str]
+    stop_tokens: Iterable[int]
+    ignore_eos: bool
+    logprobs: int | None
+    states: Literal["last", "full"] | None
+    prompt_states: bool
+    layers: Iterable[LayerId] | LayerId | None
+    rejection: bool
+
+
+def checked_options(
+    model: Model,
+    drafter: Drafter | None,
+    *,
+    max_tokens: int = 128,
+    stop: str | Iterable[str] = (),
+    stop_tokens: Iterable[int] = (),
+    ignore_eos: bool = False,
+    logprobs: int | None = None,
+    states: Literal["last", "full"] | None = None,
+    prompt_states: bool = False,
+    layers: Iterable[LayerId] | LayerId | None = None,
+    rejection: bool = False,
+    **sampling: Unpack[SamplerOptions],
+) -> tuple[Options, SamplerOptions]:
+    """The options of a text, and those of its sampler, which checks them itself.
+
+    :raises InvalidInputError: one is wrong.
+    """
+    if states is not None and not (isinstance(states, str) and states in ("last", "full")):
+        raise InvalidInputError(f"states must be 'last', 'full' or None, not {states!r}")
+    options = Options(
+        integer("max_tokens", max_tokens, 1),
+        _strings("stop", stop),
+        _stop_tokens(model, stop_tokens),
+        flag("ignore_eos", ignore_eos),
+        None if logprobs is None else integer("logprobs", logprobs, 0, 1024),
+        states,
+        flag("prompt_states", prompt_states),
+        layer_ids.normalize((-2,) if layers is None else layers, model.n_layer),
+        flag("rejection", rejection),
+    )
+    if layers is not None and states is None and not prompt_states:
+        raise InvalidInputError(
+            "layers= says which states to give; say states='last', states='full' or prompt_states=True as "
+            "well"
+        )
+    if rejection and drafter is not None and not drafter.draws:
+        raise InvalidInputError(
+            "rejection=True needs a drafter that draws its tokens; make it (of several, each) with a "
+            "temperature above 0"
+        )
+    return options, sampling
+
+
+def room_of(context: Context) -> int:
+    """The most places of its memory that one text may take."""
+    return min(context.native.n_ctx_seq, context.native.position_limit)
+
+
+def new_prompt(
+    model: Model,
+    index: int,
+    tokens: NDArray[np.int32],
+    room: int,
+    options: Options,
+    sampling: SamplerOptions,
+    name: str = "the prompt",
+) -> Prompt:
+    """A prompt that waits.
+
+    :param tokens: int32 ``(n,)``.
+    :param room: the places that it and what comes after it may take.
+    :param sampling: with a seed of its own.
+    :param name: what errors call it.
+    :raises InvalidInputError: an option of the sampler is wrong.
+    :raises ContextFullError: the prompt alone does not fit.
+    """
+    sampler = Sampler(model, **sampling)
+    if len(tokens) > room:
+        raise ContextFullError(f"{name} has {len(tokens)} tokens; the context has room for {room} (n_ctx)")
+    if any(sampling.get(key, off) != off for key, off in _PENALTIES.items()):
+        for token in tokens[-sampling.get("penalty_last_n", 64) :].tolist():
+            sampler.accept(token)
+    text = TextStream(_pieces(model), options.stop)
+    return Prompt(index, tokens, options, sampler, text, min(len(tokens) + options.max_tokens, room))
+
+
+#: Each as it is when it is off.
+_PENALTIES = {"repeat_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+
+
+def _strings(name: str, values: str | Iterable[str]) -> tuple[str, ...]:
+    if not isinstance(values, Iterable):
+        raise InvalidInputError(f"{name} must be a str or a list of them, not {values!r}")
+    found = (values,) if isinstance(values, str) else tuple(values)
+    for value in found:
+        if not isinstance(value, str) or not value:
+            raise InvalidInputError(f"{name} must be a str or a list of them, none empty; found {value!r}")
+    return found
+
+
+def _stop_tokens(model: Model, tokens: Iterable[int]) -> tuple[int, ...]:
+    if not isinstance(tokens, Iterable) or isinstance(tokens, (str, bytes)):
+        raise InvalidInputError(f"stop_tokens must be a list of token ids, not {tokens!r}")
+    return tuple(integer("a stop token", token, 0, model.n_vocab - 1) for token in tokens)
+
+
+def _pieces(model: Model) -> Callable[[int], bytes]:
+    native = model.native
+    try:
+        native.piece(0, False)
+    except UnsupportedError:
+        return lambda token: b""
+    return lambda token: native.piece(token, False)

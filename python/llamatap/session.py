@@ -1,0 +1,208 @@
+"""Sessions: continuous batching of prompts that come at any time."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from llamatap._check import instance, integer
+from llamatap._closing import Closing
+from llamatap._holding import tidying
+from llamatap._loop import Loop
+from llamatap._options import GenerateOptions, checked_options, new_prompt, room_of
+from llamatap._prompts import Input, prompt_tokens
+from llamatap._sequence import Prompt
+from llamatap.context import Context
+from llamatap.drafters import AnyDrafter, as_drafter
+from llamatap.errors import BusyError, ClosedError, InvalidInputError
+from llamatap.generation import Event
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["Session"]
+
+
+class Session(Closing):
+    """Texts of one context whose prompts come at any time, each with options of its own: what a server needs.
+
+    Prompts wait in the order in which they came until there is a sequence and room for them. One thread calls
+    :meth:`step` again and again; others add and cancel meanwhile.
+
+    :param context: with an empty memory, which is empty again afterwards. Until :meth:`close` the session has
+        it, and the drafter, for itself, as :func:`generate` does.
+    :param drafter: as of :func:`generate`.
+    :raises InvalidInputError: no context, its memory holds tokens, or the drafter is none for it.
+    :raises BusyError: a generation is going on in the context or with the drafter.
+    :raises UnsupportedError: the model generates no text.
+    """
+
+    def __init__(self, context: Context, drafter: AnyDrafter = None) -> None:
+        instance("context", context, Context)
+        self._model = context.model
+        self._drafter = as_drafter(drafter)
+        self._dropped: tuple[int, ...] = ()
+        #: Prompts that are not finished.
+        self._prompts: dict[int, Prompt] = {}
+        self._n_added = 0
+        self._closed = False
+        # For what a moment takes: numbers of prompts, and whether there may be more of them.
+        self._adding = threading.Lock()
+        # For what takes long. It is never waited for.
+        self._stepping = threading.Lock()
+        self._loop = Loop(context, self._drafter)
+        self._room = room_of(context)
+        self._loop.__enter__()
+
+    def add(self, prompt: Input, **options: Unpack[GenerateOptions]) -> int:
+        """Let a prompt wait. From any thread, also while another one is in :meth:`step`.
+
+        :param prompt: a str or token ids.
+        :param options: the keyword arguments of :func:`generate` but for ``stream``, for this prompt alone.
+            Its text is what :func:`generate` gives for it alone with the same ``seed``.
+        :returns: its number, which its events have as their ``index``: 0 of the first one, then 1, 2, ...
+        :raises InvalidInputError: the prompt or an option is wrong.
+        :raises ContextFullError: the prompt alone does not fit into the context.
+        :raises ClosedError: the session, or the model, was closed.
+        """
+        if self._closed:
+            raise _closed_error()
+        if unknown := sorted(options.keys() - GenerateOptions.__annotations__.keys()):
+            raise TypeError(f"add() got an unexpected keyword argument {unknown[0]!r}")
+        checked, sampling = checked_options(self._model, self._drafter, **_without_seed(options))
+        seed = options.get("seed")
+        sampling["seed"] = secrets.randbits(31) if seed is None else seed
+        tokens = prompt_tokens(self._model, prompt, None)
+        found = new_prompt(self._model, -1, tokens, self._room, checked, sampling)
+        with self._adding:
+            if self._closed:
+                raise _closed_error()
+            found.index = self._n_added
+            self._n_added += 1
+            self._prompts[found.index] = found
+            self._loop.waiting.append(found)
+        return found.index
+
+    def cancel(self, index: int) -> None:
+        """End a prompt's generation, waiting or under way. From any thread. What its last round gave still
+        comes, and with a later :meth:`step` an event with :attr:`Event.final`, whose ``finish_reason`` is
+        "cancelled". Of one that is finished already there is nothing to cancel.
+
+        :raises InvalidInputError: there was no such prompt.
+        """
+        with self._adding:
+            if not 0 <= integer("index", index) < self._n_added:
+                raise InvalidInputError(f"there is no prompt {index}; {self._n_added} were added")
+            prompt = self._prompts.get(int(index))
+        if prompt is not None:
+            prompt.cancelled.set()
+            self._loop.cancelling = True
+
+    def step(self) -> list[Event]:
+        """One round: prompts that fit are let in, and each text under way gets its next tokens.
+
+        :returns: the events of the round. None (``[]``) when there is nothing to do, and also of a round in
+            which prompts enter and no text goes on: :attr:`pending` tells.
+        :raises BusyError: another thread is in it.
+        :raises ClosedError: the session was closed.
+        :raises InvalidInputError: a tap is open in the context, and states are needed: nothing was done.
+
+        When the engine or the drafter raises, that comes out, and the texts under way are gone, those that
+        were let in this round and the round's events with them: :attr:`dropped` has their numbers. Their
+        sequences are free again, and the next step goes on with the prompts that wait.
+        """
+        with self._alone("step()"):
+            if self._closed:
+                raise _closed_error()
+            self._dropped = ()
+            self._loop.check_tap()
+            try:
+                with contextlib.ExitStack() as undo:
+                    undo.push(tidying(self._loop.drop))
+                    events = self._loop.round()
+                    undo.pop_all()
+            except BaseException:
+                with self._adding:
+                    waiting = {one.index for one in self._loop.waiting}
+                    self._dropped = tuple(index for index in self._prompts if index not in waiting)
+                    for index in self._dropped:
+                        del self._prompts[index]
+                raise
+            with self._adding:
+                for event in events:
+                    if event.final is not None:
+                        del self._prompts[event.index]
+            return events
+
+    @property
+    def pending(self) -> int:
+        """How many prompts are not finished: those that wait, and those whose texts are under way."""
+        return len(self._prompts)
+
+    def __len__(self) -> int:
+        """:attr:`pending`."""
+        return len(self._prompts)
+
+    def __bool__(self) -> bool:
+        # A session is one also when it has nothing to do.
+        return True
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """The numbers of the prompts that the last :meth:`step` dropped since something raised. They have no
+        further events."""
+        return self._dropped
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
+    def close(self) -> None:
+        """Forget all prompts, free their sequences, and give back the context and the drafter. Another time
+        does nothing.
+
+        :raises BusyError: another thread is in :meth:`step`; it must come back first.
+        """
+        self.__exit__(None, None, None)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._alone("close()"):
+            with self._adding:
+                if self._closed:
+                    return
+                self._closed = True
+                self._prompts.clear()
+                self._loop.waiting.clear()
+            self._loop.__exit__(kind, error, trace)
+
+    def __repr__(self) -> str:
+        return f"Session({'closed' if self._closed else f'pending={self.pending}'})"
+
+    @contextlib.contextmanager
+    def _alone(self, name: str) -> Iterator[None]:
+        if not self._stepping.acquire(blocking=False):
+            raise BusyError(f"{name} was called while step() is at work; one thread at a time")
+        try:
+            yield
+        finally:
+            self._stepping.release()
+
+
+def _without_seed(options: GenerateOptions) -> GenerateOptions:
+    others = options.copy()
+    others.pop("seed", None)
+    return others
+
+
+def _closed_error() -> ClosedError:
+    return ClosedError("the session was closed; make another one of the context")
