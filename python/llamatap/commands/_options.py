@@ -9,7 +9,7 @@ from pathlib import Path
 from llamatap.errors import InvalidInputError
 from llamatap.layers import LayerId
 
-__all__ = ["DTYPES", "add_loading", "layer_ids", "read_text", "window_of"]
+__all__ = ["DTYPES", "add_loading", "layer_ids", "read_text"]
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -39,22 +39,6 @@ def layer_ids(text: str) -> list[LayerId]:
                 f'--layers: {item!r} is no layer id; give integers, ranges (0..30) and "norm"'
             ) from None
     return layers
-
-
-def window_of(text: str | None) -> tuple[int | None, int | None] | None:
-    """Positions of ``--window``: "2:", ":-1", "2:5".
-
-    :raises InvalidInputError: the text is no such thing.
-    """
-    if text is None:
-        return None
-    start, colon, stop = text.partition(":")
-    try:
-        if not colon:
-            raise ValueError
-        return (int(start) if start else None, int(stop) if stop else None)
-    except ValueError:
-        raise InvalidInputError(f"--window: expected START:STOP, found {text!r}") from None
 
 
 def read_text(path: Path) -> str:

@@ -6,7 +6,8 @@ import argparse
 import time
 from pathlib import Path
 
-from llamatap.commands._options import DTYPES, add_loading, layer_ids, read_text, window_of
+from llamatap._prompts import parse_window
+from llamatap.commands._options import DTYPES, add_loading, layer_ids, read_text
 from llamatap.errors import InvalidInputError
 from llamatap.layers import CONVENTIONS
 
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     from llamatap.layers import translate
 
     layers = layer_ids(arguments.layers)
-    window = window_of(arguments.window)
+    window = None if arguments.window is None else parse_window("--window", arguments.window)
     prompt: str | list[int]
     with Model(arguments.model, n_gpu_layers=arguments.gpu_layers, weights=arguments.weights) as model:
         if arguments.chat is not None:
