@@ -8,9 +8,9 @@ import is imported in ``run``.
 
 from __future__ import annotations
 
-from llamatap.commands import build_config, demo, extract, fetch, generate, info
+from llamatap.commands import build_config, demo, encode, extract, fetch, generate, info
 
 __all__ = ["COMMANDS"]
 
 #: In the order in which the help lists them.
-COMMANDS = (info, extract, generate, fetch, demo, build_config)
+COMMANDS = (info, extract, encode, generate, fetch, demo, build_config)
