@@ -124,6 +124,26 @@ def test_mistakes_are_one_line(
     assert [entry.name for entry in tmp_path.iterdir()] == ["mine.toml"]
 
 
+def test_a_file_is_whole_or_as_it_was(
+    tiny_path: Path,
+    preset: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def full_disk(_: object, path: Path, **options: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr("safetensors.numpy.save_file", full_disk)
+    out = tmp_path / "x.safetensors"
+    out.write_bytes(b"before")
+    assert main(["encode", str(tiny_path), "--preset", str(preset), "abc", "-o", str(out)]) == 1
+    assert "no space left" in capsys.readouterr().err
+    assert out.read_bytes() == b"before"
+    assert {entry.name for entry in tmp_path.iterdir()} == {"mine.toml", "x.safetensors"}
+
+
 def test_details_stay_with_states(tiny_model: lt.Model, tmp_path: Path) -> None:
     states = lt.extract(tiny_model, "abc")
     more = states.with_details(preset="mine")

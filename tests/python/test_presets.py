@@ -177,9 +177,11 @@ def test_rows_and_layers_are_those_of_extraction(
 
 def test_models_contexts_and_extractors_do(tiny_model: lt.Model, tmp_path: Path) -> None:
     preset = load_preset(written(tmp_path, TEXT))
-    with tiny_model.context(n_ctx=64) as context, lt.Extractor(tiny_model) as extractor:
-        for computes in (tiny_model, context, extractor):
-            assert preset.encode(computes, "abc").tokens.tolist() == [1, *(ord(c) + 3 for c in "<abc>")]
+    with tiny_model.context(n_ctx=64, type_k="f32") as context, lt.Extractor(tiny_model) as extractor:
+        for computes, type_k in ((tiny_model, "f16"), (context, "f32"), (extractor, "f16")):
+            states = preset.encode(computes, "abc")
+            assert states.tokens.tolist() == [1, *(ord(c) + 3 for c in "<abc>")]
+            assert states.provenance["type_k"] == type_k
     with pytest.raises(lt.InvalidInputError, match="found str"):
         preset.encode("model.gguf", "abc")  # type: ignore[call-overload]
     wrongs: list[Any] = [5, b"abc", [b"abc"], [5]]
