@@ -117,12 +117,14 @@ PEER := .venv-golden/bin/python
 .venv-golden/.installed: | python
 	$(PYTHON) -m venv .venv-golden
 	$(PEER) -m pip install --quiet $(TORCH)
-	$(PEER) -m pip install --quiet transformers gguf accelerate numpy
+	$(PEER) -m pip install --quiet transformers gguf accelerate numpy diffusers
 	touch $@
 
-# The oracle rows of tests/data, from transformers.
+# The oracle rows of tests/data, from transformers and diffusers.
 golden: $(VENV)/.installed .venv-golden/.installed
+	$(BIN)/python vendor/fetch.py --set peers
 	$(PEER) tests/golden/make_smollm2.py "$$($(BIN)/llamatap fetch smollm2)" tests/data/smollm2_golden.npz
+	$(PEER) tests/golden/make_z_image.py vendor/llama.cpp/models tests/data/z_image_golden.npz
 
 # The engine's quantiser, which makes files of other types.
 QUANTIZE := build/fidelity/quantize

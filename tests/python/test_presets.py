@@ -1,13 +1,14 @@
 """Presets: what they make of a prompt, which models they refuse, and how their files are read.
 
-Oracles: Qwen3's own chat template, rendered by Jinja alone; NumPy's formulas for the states; slices of what
-extraction gives without a preset.
+Oracles: diffusers' own pipeline; Qwen3's own chat template, rendered by Jinja alone; NumPy's formulas for the
+states; slices of what extraction gives without a preset.
 """
 
 from __future__ import annotations
 
 import string
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ from conftest import EXACT, relative
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinies.files import FILES
+from tinies.z_image import write_encoder
 from tiny import TinyLlama, TinyQwen3
 
 import llamatap as lt
 from llamatap.presets import Preset, load_preset, preset_names
 from reference import decoder
 
-MODELS = Path(__file__).parents[2] / "vendor" / "llama.cpp" / "models"
 PROMPTS = [
     "a lighthouse at dusk",
     "",
@@ -41,6 +42,14 @@ HEAD = 'name = "mine"\n[states]\nconvention = "transformers"\nlayers = [-2]\n'
 TEXT = HEAD + '[prompt]\ntemplate = "<{{ prompt }}>"\n'
 
 
+def vendored(name: str) -> Path:
+    """A vocabulary or a template that the engine brings for its own tests."""
+    path = Path(__file__).parents[2] / "vendor" / "llama.cpp" / "models" / name
+    if not path.exists():
+        pytest.skip(f"{name} is not there; `make test` brings it")
+    return path
+
+
 def written(folder: Path, text: str) -> Path:
     path = folder / "mine.toml"
     path.write_text(text, "utf-8")
@@ -49,18 +58,13 @@ def written(folder: Path, text: str) -> Path:
 
 @pytest.fixture
 def qwen2_vocabulary() -> Iterator[lt.Model]:
-    path = MODELS / "ggml-vocab-qwen2.gguf"
-    if not path.exists():
-        pytest.skip("the engine's vocabularies are not there; `make test` brings them")
-    with lt.Model(path, vocab_only=True) as model:
+    with lt.Model(vendored("ggml-vocab-qwen2.gguf"), vocab_only=True) as model:
         yield model
 
 
 def chat_template_of_qwen3() -> jinja2.Template:
-    path = MODELS / "templates" / "Qwen-Qwen3-0.6B.jinja"
-    if not path.exists():
-        pytest.skip("the engine's templates are not there; `make test` brings them")
-    return jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(path.read_text("utf-8"))
+    text = vendored("templates/Qwen-Qwen3-0.6B.jinja").read_text("utf-8")
+    return jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(text)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
@@ -69,6 +73,23 @@ def test_the_text_of_z_image_is_that_of_qwen3s_own_template(tiny_model: lt.Model
         messages=[{"role": "user", "content": prompt}], add_generation_prompt=True, enable_thinking=True
     )
     assert load_preset("z-image").render(tiny_model, prompt) == expected
+
+
+def test_z_image_is_what_its_pipeline_makes_of_a_prompt(tmp_path: Path) -> None:
+    """The rows of tests/golden/make_z_image.py."""
+    models = vendored("ggml-vocab-qwen2.gguf").parent
+    # Of its shape, a file with the real vocabulary would have gigabytes.
+    preset = replace(load_preset("z-image"), n_layer=None, n_embd=None)
+    path = write_encoder(tmp_path / "encoder.gguf", models)
+    with np.load(Path(__file__).parents[1] / "data" / "z_image_golden.npz") as golden:
+        prompts: list[str] = golden["prompts"].tolist()
+        with lt.Model(path) as model, lt.Extractor(model, **EXACT) as extractor:
+            found = preset.encode(extractor, prompts)
+        for index, states in enumerate(found):
+            assert states.tokens.tolist() == golden[f"tokens_{index}"].tolist()
+            expected = golden[f"states_{index}"]
+            assert relative(states.array[-len(expected) :, 0], expected) < 1e-5
+    assert len(found[-1]) == 512
 
 
 def test_its_turns_are_special_tokens(qwen2_vocabulary: lt.Model) -> None:
