@@ -51,7 +51,7 @@ $(VENV)/.tools: pyproject.toml | python
 
 # The package, compiled in the persistent folder build/.
 $(VENV)/.installed: $(VENV)/.tools $(SOURCES)
-	$(PIP) install --no-build-isolation ".[demo]"
+	$(PIP) install --no-build-isolation ".[demo,server]"
 	touch $@
 
 demo: $(VENV)/.installed
@@ -103,7 +103,7 @@ bench-drafting: build/fidelity/quantize $(SPECULATIVE)
 	$(BIN)/python bench/speculation.py
 
 dev: $(VENV)/.tools
-	$(PIP) install --no-build-isolation --editable ".[demo]"
+	$(PIP) install --no-build-isolation --editable ".[demo,server]"
 	rm -f $(VENV)/.installed
 
 package: $(VENV)/.tools
@@ -117,12 +117,14 @@ PEER := .venv-golden/bin/python
 .venv-golden/.installed: | python
 	$(PYTHON) -m venv .venv-golden
 	$(PEER) -m pip install --quiet $(TORCH)
-	$(PEER) -m pip install --quiet transformers gguf accelerate numpy
+	$(PEER) -m pip install --quiet transformers gguf accelerate numpy diffusers
 	touch $@
 
-# The oracle rows of tests/data, from transformers.
+# The oracle rows of tests/data, from transformers and diffusers.
 golden: $(VENV)/.installed .venv-golden/.installed
+	$(BIN)/python vendor/fetch.py --set peers
 	$(PEER) tests/golden/make_smollm2.py "$$($(BIN)/llamatap fetch smollm2)" tests/data/smollm2_golden.npz
+	$(PEER) tests/golden/make_z_image.py vendor/llama.cpp/models tests/data/z_image_golden.npz
 
 # The engine's quantiser, which makes files of other types.
 QUANTIZE := build/fidelity/quantize
@@ -155,7 +157,7 @@ neighbours: | python
 # Assertions on, and the arithmetic of a release: compiled otherwise, the engine rounds otherwise.
 debug: $(ARCHS) | python
 	$(call TEST_VENV,.venv-debug)
-	.venv-debug/bin/python -m pip install --no-build-isolation ".[demo]" -C cmake.build-type=Debug \
+	.venv-debug/bin/python -m pip install --no-build-isolation ".[demo,server]" -C cmake.build-type=Debug \
 	  -C "cmake.define.CMAKE_C_FLAGS_DEBUG=-g -O3" -C "cmake.define.CMAKE_CXX_FLAGS_DEBUG=-g -O3"
 	.venv-debug/bin/python -m pytest
 
@@ -163,7 +165,7 @@ debug: $(ARCHS) | python
 # Left out are spoilt files: the engine reads enums of values that no enumerator has, and checks them afterwards.
 sanitize: $(ARCHS) | python
 	$(call TEST_VENV,.venv-sanitize)
-	.venv-sanitize/bin/python -m pip install --no-build-isolation ".[demo]" \
+	.venv-sanitize/bin/python -m pip install --no-build-isolation ".[demo,server]" \
 	  -C cmake.build-type=RelWithDebInfo -C cmake.define.LLAMATAP_SANITIZE=address,undefined \
 	  -C build-dir=build/sanitize
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \

@@ -19,8 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 BIGGEST_WHEEL = 15 * 2**20
 SMOKE = """
 import llamatap as lt
+from llamatap.presets import load_preset
 config = lt.build_config()
 assert config["devices"], config
+assert load_preset("z-image").n_layer == 36
 try:
     lt.Model("missing.gguf")
 except lt.ModelNotFoundError:
@@ -65,7 +67,7 @@ def check_wheel(wheel: Path) -> None:
     )
     stray = [name for name in names if name.endswith((".h", ".hpp", ".a", ".cmake", ".pc", ".cpp"))]
     assert not stray, stray
-    for needed in ("llamatap/py.typed", "llamatap/_core.pyi"):
+    for needed in ("llamatap/py.typed", "llamatap/_core.pyi", "llamatap/presets/z-image.toml"):
         assert needed in names, needed
     assert sum("licenses/" in name for name in names) >= 5, "the notices are not in the wheel"
     size = wheel.stat().st_size

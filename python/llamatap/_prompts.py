@@ -12,7 +12,7 @@ from llamatap.errors import InvalidInputError
 from llamatap.model import Model, token_array
 from llamatap.states import dtype_name
 
-__all__ = ["Input", "Window", "bounds", "is_single", "out_array", "prompt_tokens"]
+__all__ = ["Input", "Window", "bounds", "is_single", "out_array", "parse_window", "prompt_tokens"]
 
 #: A prompt: text, or token ids.
 Input: TypeAlias = "str | Sequence[int] | NDArray[np.integer[Any]]"
@@ -104,3 +104,17 @@ def bounds(window: Window | None, length: int) -> tuple[int, int]:
     if begin >= end:
         raise InvalidInputError(f"window {window} holds no position of a prompt of {length} tokens")
     return begin, end
+
+
+def parse_window(name: str, text: str) -> Window:
+    """The window of a text such as "2:", ":-1" or "2:5".
+
+    :raises InvalidInputError: the text is no such thing.
+    """
+    start, colon, stop = text.partition(":")
+    try:
+        if not colon:
+            raise ValueError
+        return (int(start) if start else None, int(stop) if stop else None)
+    except ValueError:
+        raise InvalidInputError(f"{name}: expected START:STOP, found {text!r}") from None

@@ -6,11 +6,14 @@ import datetime
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from llamatap.errors import InvalidInputError
 
-__all__ = ["render"]
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+__all__ = ["fill", "free_variables", "render"]
 
 
 # What foreign code in a sandbox may come to.
@@ -38,6 +41,34 @@ def _tojson(
     )
 
 
+def _environment(keep_trailing_newline: bool = False) -> Environment:
+    # Imported here: many uses of llamatap never render a template.
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=keep_trailing_newline,
+        extensions=[loopcontrols],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _rendered(what: str, environment: Environment, template: str, variables: Mapping[str, Any]) -> str:
+    from jinja2 import TemplateError
+
+    try:
+        return environment.from_string(template).render(**variables)
+    except InvalidInputError:
+        raise
+    except (TemplateError, *_FAILURES) as error:
+        raise InvalidInputError(f"the {what} failed: {error}") from error
+
+
 def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
     """Render a chat template.
 
@@ -51,22 +82,28 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: An
         raise InvalidInputError(
             f'messages must be a list of {{"role": ..., "content": ...}}, not {reprlib.repr(messages)}'
         )
-    # Imported here: many uses of llamatap never render a template.
-    from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    messages = [dict(message) for message in messages]
+    return _rendered("chat template", _environment(), template, {"messages": messages, **variables})
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+
+def fill(template: str, **variables: Any) -> str:
+    """Render a template of plain text, in the same sandbox; a newline at its end stays.
+
+    :raises InvalidInputError: the template is broken, or fails.
+    """
+    return _rendered("template", _environment(keep_trailing_newline=True), template, variables)
+
+
+def free_variables(template: str) -> set[str]:
+    """The names that a template takes from whoever renders it.
+
+    :raises InvalidInputError: the template is broken.
+    """
+    from jinja2 import TemplateError
+    from jinja2.meta import find_undeclared_variables
+
+    environment = _environment()
     try:
-        return environment.from_string(template).render(
-            messages=[dict(message) for message in messages], **variables
-        )
-    except InvalidInputError:
-        raise
+        return find_undeclared_variables(environment.parse(template)) - set(environment.globals)
     except (TemplateError, *_FAILURES) as error:
-        raise InvalidInputError(f"the chat template failed: {error}") from error
+        raise InvalidInputError(f"the template is broken: {error}") from error

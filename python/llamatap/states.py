@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from llamatap.cache import atomic_path, file_sha256
 from llamatap.errors import InvalidInputError
 from llamatap.layers import LayerId
 
-__all__ = ["DTYPES", "Source", "States", "dtype_name"]
+__all__ = ["DTYPES", "Source", "States", "check_finite", "dtype_name", "write_tensors"]
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -112,7 +113,7 @@ class States:
         ``file_type``, ``weights`` (what they were converted to, if they were), ``n_layer``, ``n_embd``,
         ``engine_commit``, ``llamatap_version``, ``backend``, ``type_k``, ``type_v``, ``flash_attention``,
         ``layers``, ``convention``, ``norm`` ("pre" or "post" of each layer), ``dtype``, and what was asked
-        for besides (``window``, ``pooling``, ``max_length``, ``rows``), where it was.
+        for besides (``window``, ``pooling``, ``max_length``, ``rows``, ``preset``), where it was.
         The first use hashes the model file, once.
         """
         return {
@@ -124,6 +125,17 @@ class States:
             "dtype": dtype_name(self.array.dtype),
             **{key: value for key, value in self._details.items() if value is not None},
         }
+
+    def with_details(self, **details: Any) -> States:
+        """The same states, in the same memory, with more in their :attr:`provenance`.
+
+        :param details: strings, or what JSON has: how the states came about.
+        """
+        states = copy.copy(self)
+        states._details = {**self._details, **details}
+        if (known := self.__dict__.get("provenance")) is not None:
+            states.__dict__["provenance"] = {**known, **details}
+        return states
 
     def __len__(self) -> int:
         """The number of tokens."""
@@ -186,31 +198,9 @@ class States:
         :raises InvalidInputError: there are such values, and they are not allowed.
         :raises OSError: it cannot be written.
         """
-        from safetensors.numpy import save_file
-
-        if not allow_nonfinite and (layers := self.nonfinite_layers()):
-            dtype = dtype_name(self.array.dtype)
-            advice = (
-                "float16 ends at 65504, take bfloat16 or float32" if dtype == "float16" else "see lt.probe"
-            )
-            raise InvalidInputError(
-                f"NaN or infinity in layers {layers} ({dtype}): nothing was written; {advice}, or write them "
-                "all the same with allow_nonfinite"
-            )
-        tensors = {
-            "hidden_states": np.ascontiguousarray(self.array),
-            "tokens": np.ascontiguousarray(self.tokens),
-        }
-        # The format's metadata holds strings only.
-        metadata = {
-            key: value if isinstance(value, str) else json.dumps(value)
-            for key, value in self.provenance.items()
-            if value is not None
-        }
-        if not (folder := Path(path).parent).is_dir():
-            raise FileNotFoundError(f"no such folder: {folder}")
-        with atomic_path(Path(path)) as scratch:
-            save_file(tensors, scratch, metadata=metadata)
+        if not allow_nonfinite:
+            check_finite(self, ", or write them all the same with allow_nonfinite")
+        write_tensors(path, {"hidden_states": self.array, "tokens": self.tokens}, self.provenance)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> States:
@@ -245,3 +235,40 @@ class States:
             raise InvalidInputError(f"{path} holds no states of llamatap: {error}") from error
         states.__dict__["provenance"] = metadata
         return states
+
+
+def check_finite(states: States, otherwise: str = "") -> None:
+    """The states hold neither NaN nor infinity.
+
+    :param otherwise: what else to do, for the end of the message.
+    :raises InvalidInputError: they do.
+    """
+    if layers := states.nonfinite_layers():
+        dtype = dtype_name(states.array.dtype)
+        advice = "float16 ends at 65504, take bfloat16 or float32" if dtype == "float16" else "see lt.probe"
+        raise InvalidInputError(
+            f"NaN or infinity in layers {layers} ({dtype}): nothing was written; {advice}{otherwise}"
+        )
+
+
+def write_tensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, NDArray[Any]], provenance: Mapping[str, Any]
+) -> None:
+    """Write a safetensors file, whole or not at all; what is None in the provenance is left out.
+
+    :raises OSError: it cannot be written.
+    """
+    from safetensors.numpy import save_file
+
+    # The format's metadata holds strings only.
+    metadata = {
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in provenance.items()
+        if value is not None
+    }
+    if not (folder := Path(path).parent).is_dir():
+        raise FileNotFoundError(f"no such folder: {folder}")
+    with atomic_path(Path(path)) as scratch:
+        save_file(
+            {name: np.ascontiguousarray(array) for name, array in tensors.items()}, scratch, metadata=metadata
+        )

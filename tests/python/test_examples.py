@@ -84,3 +84,25 @@ def test_they_run_as_programs(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip()
+
+
+def test_z_image_encodes_without_diffusers(tmp_path: Path) -> None:
+    path = TinyLlama().write(tmp_path / "tiny.gguf")
+    preset = tmp_path / "mine.toml"
+    preset.write_text(
+        'name = "mine"\n[prompt]\ntemplate = "<{{ prompt }}>"\n'
+        '[states]\nconvention = "transformers"\nlayers = [-2]\n'
+    )
+    found = load("z_image").encode(str(path), "a {{ b }}", str(preset))
+    with lt.Model(path) as model:
+        expected = lt.extract(model, "<a {{ b }}>", layers=[3], dtype="bfloat16")[3]
+    assert found.dtype == expected.dtype
+    assert np.array_equal(found, expected)
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "z_image.py", path, "a {{ b }}", "--preset", preset],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"prompt_embeds {expected.shape} bfloat16\n"

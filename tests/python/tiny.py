@@ -104,8 +104,18 @@ class TinyLlama:
             self.n_layer, self.n_head, self.n_head_kv, self.rope_base, self.eps, causal=self.causal
         )
 
-    def write(self, path: Path, *, tokenizer: bool = True, chat_template: str | None = None) -> Path:
-        """Write the GGUF file, with a tokenizer of single bytes unless told not to."""
+    def write(
+        self,
+        path: Path,
+        *,
+        tokenizer: bool = True,
+        vocabulary: Path | None = None,
+        chat_template: str | None = None,
+    ) -> Path:
+        """Write the GGUF file, with a tokenizer of single bytes unless told not to.
+
+        :param vocabulary: a GGUF file to take the tokenizer from; ``n_vocab`` must be its size.
+        """
         writer = gguf.GGUFWriter(path, self.arch)
         writer.add_name("tiny")
         writer.add_block_count(self.n_blocks)
@@ -124,7 +134,11 @@ class TinyLlama:
         if not self.causal:
             writer.add_causal_attention(False)
         writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-        if tokenizer:
+        if vocabulary is not None:
+            copy_keys(
+                gguf.GGUFReader(vocabulary), writer, only="tokenizer.", left_out=("tokenizer.chat_template",)
+            )
+        elif tokenizer:
             _add_byte_tokenizer(writer)
         else:
             writer.add_tokenizer_model("none")
@@ -270,11 +284,13 @@ def _add_byte_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_add_space_prefix(False)
 
 
-def copy_keys(reader: gguf.GGUFReader, writer: gguf.GGUFWriter, left_out: tuple[str, ...] = ()) -> None:
-    """All keys but the architecture, which the writer has, and those that begin with what is left out. Empty
-    arrays are left out too: the writer knows none."""
+def copy_keys(
+    reader: gguf.GGUFReader, writer: gguf.GGUFWriter, left_out: tuple[str, ...] = (), *, only: str = ""
+) -> None:
+    """All keys that begin with `only` but the architecture, which the writer has, and those that begin with
+    what is left out. Empty arrays are left out too: the writer knows none."""
     for name, entry in reader.fields.items():
-        if name.startswith(("GGUF.", "general.architecture", *left_out)):
+        if not name.startswith(only) or name.startswith(("GGUF.", "general.architecture", *left_out)):
             continue
         value: Any = entry.contents()
         is_array = entry.types[0] == gguf.GGUFValueType.ARRAY

@@ -8,14 +8,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llamatap.commands._options import layer_list
+from llamatap.commands._options import DTYPES, add_loading, draft_length, layer_ids
 from llamatap.errors import InvalidInputError, UnsupportedError
 
 if TYPE_CHECKING:
     from llamatap.context import ContextOptions
     from llamatap.serve import ModelOptions, ServerOptions
 
-__all__ = ["add"]
+__all__ = ["add", "run"]
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -37,8 +37,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     serve.add_argument(
         "--insecure", action="store_true", help="listen at an address that others reach, without a key"
     )
-    serve.add_argument("--gpu-layers", type=int, default=0, help="layers on the GPU; -1 for all")
-    serve.add_argument("--weights", choices=("f32", "f16", "bf16"), help="convert the weights first")
+    add_loading(serve)
     serve.add_argument("--threads", type=int, help="of the engine, for each model (default: one a core)")
     serve.add_argument("--kv-type", help="of the KV cache: f32, f16, bf16, q8_0, ... (default: f16)")
     serve.add_argument(
@@ -52,7 +51,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="[NAME=]FILE",
         help="a drafter of the model's; ngram; or mtp for the model's own blocks",
     )
-    text.add_argument("--n-max", default="4", help="tokens of a draft, or auto (default: 4)")
+    text.add_argument("--n-max", help="tokens of a draft, or auto (default: 8 with ngram, else 4)")
     text.add_argument("--parallel", type=int, default=8, help="texts generated at once (default: 8)")
     text.add_argument(
         "--n-ctx", type=int, default=0, help="tokens of all of them (default: what the model knows, each)"
@@ -63,11 +62,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     verifier.add_argument(
         "--verifier-layers",
-        type=layer_list,
+        type=layer_ids,
         help="which, besides H_n as the last (default: 2, n//2 and n-3 of n blocks)",
     )
     verifier.add_argument(
-        "--verifier-dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16"
+        "--verifier-dtype", choices=DTYPES, default="bfloat16"
     )
     verifier.add_argument("--quota-gib", type=float, default=16.0, help="of all files (default: 16)")
     verifier.add_argument(
@@ -88,12 +87,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def _models(arguments: argparse.Namespace) -> list[ModelOptions]:
     from llamatap.serve import ModelOptions
 
-    n_max = arguments.n_max
-    if n_max != "auto":
-        try:
-            n_max = int(n_max)
-        except ValueError:
-            raise InvalidInputError(f"--n-max: expected a number or auto, found {n_max!r}") from None
     paths: dict[str, Path] = {}
     for one in arguments.model:
         name, equals, path = one.partition("=")
@@ -125,7 +118,7 @@ def _models(arguments: argparse.Namespace) -> list[ModelOptions]:
             n_ctx=arguments.n_ctx,
             parallel=arguments.parallel,
             drafter=drafters.get(name),
-            n_max=n_max,
+            n_max=None if arguments.n_max is None else draft_length(arguments.n_max),
         )
         for name, path in paths.items()
     ]

@@ -26,7 +26,7 @@ class ModelOptions:
         model was trained with, 4,096 each at most.
     :ivar parallel: texts that are generated at once.
     :ivar drafter: "ngram", "mtp" (the model's own blocks) or the file of a drafter; None for none.
-    :ivar n_max: tokens of a draft.
+    :ivar n_max: tokens of a draft; None for the drafter's own default.
     """
 
     name: str
@@ -37,7 +37,7 @@ class ModelOptions:
     n_ctx: int = 0
     parallel: int = 8
     drafter: str | None = None
-    n_max: int | Literal["auto"] = 4
+    n_max: int | Literal["auto"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from llamatap.generate import GenerateOptions
 from llamatap.generation import Event
 from llamatap.layers import LayerId, slots
 from llamatap.model import Model
-from llamatap.model_drafters import named_drafter
+from llamatap.model_drafters import DraftOptions, named_drafter
 from llamatap.serve.errors import ApiError
 from llamatap.serve.metrics import Metrics
 from llamatap.serve.options import ModelOptions
@@ -291,9 +291,9 @@ class ModelWorker:
         context = Context(model, **{**options.context, "n_ctx": self.n_ctx, "n_seq_max": parallel})
         drafter = None
         if options.drafter is not None:
-            drafter = named_drafter(
-                context, options.drafter, n_gpu_layers=options.n_gpu_layers, n_max=options.n_max
-            )
+            chosen: DraftOptions = {} if options.n_max is None else {"n_max": options.n_max}
+            n_gpu_layers = options.n_gpu_layers
+            drafter = named_drafter(context, options.drafter, n_gpu_layers=n_gpu_layers, **chosen)
         return Session(context, drafter)
 
     def _generate_some(self) -> int:

@@ -1,0 +1,16 @@
+"""The commands of ``llamatap``, one module each.
+
+A command is a module with ``add(commands)``, which adds its parser and sets ``run`` as its default, and
+``run(arguments) -> int``, which gives the exit status. What ``run`` raises of :class:`llamatap.Error` and
+``OSError``, ``main`` prints in one line. All modules are imported for each command, so what takes long to
+import is imported in ``run``.
+"""
+
+from __future__ import annotations
+
+from llamatap.commands import build_config, demo, encode, extract, fetch, generate, info, serve
+
+__all__ = ["COMMANDS"]
+
+#: In the order in which the help lists them.
+COMMANDS = (info, extract, encode, generate, serve, fetch, demo, build_config)

@@ -1,0 +1,23 @@
+"""``llamatap demo``: how a prompt changes over the layers."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+__all__ = ["add", "run"]
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("demo", help="show how a prompt changes over the layers")
+    parser.add_argument("--model", type=Path, help="a GGUF file (default: smollm2, fetched)")
+    parser.add_argument("--text", help="the prompt")
+    parser.add_argument("-o", "--output", type=Path, default=Path("demo.png"), metavar="FILE.png")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from llamatap import demo
+
+    demo.run(arguments.model, arguments.text, arguments.output)
+    return 0

@@ -1,0 +1,67 @@
+"""``llamatap encode``: what an image model reads of a prompt, into a safetensors file."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llamatap.commands._options import DTYPES, add_loading
+
+if TYPE_CHECKING:
+    from llamatap import States
+
+__all__ = ["add", "run", "write"]
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("encode", help="write what an image model reads of a prompt")
+    parser.add_argument("model", type=Path, help="a GGUF file")
+    parser.add_argument("prompt", help="what the picture is to show")
+    parser.add_argument(
+        "--preset", required=True, metavar="NAME", help="z-image, or the path of a TOML file of your own"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    add_loading(parser)
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.safetensors")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from llamatap import Extractor, Model
+    from llamatap.presets import load_preset
+
+    preset = load_preset(arguments.preset)
+    with Model(arguments.model, n_gpu_layers=arguments.gpu_layers, weights=arguments.weights) as model:
+        start = time.perf_counter()
+        with Extractor(model) as extractor:
+            states = preset.encode(extractor, arguments.prompt, dtype=arguments.dtype)
+        seconds = time.perf_counter() - start
+        shape = write(arguments.output, states)
+    print(
+        f"{arguments.output}: prompt_embeds {shape} {arguments.dtype}, preset {preset.name}, "
+        f"layers {list(states.layers)}, {seconds:.2f} s"
+    )
+    return 0
+
+
+def write(path: Path, states: States) -> tuple[int, ...]:
+    """Write a file as image pipelines read it, and give the shape of its ``prompt_embeds``.
+
+    ``prompt_embeds`` is ``(n, n_embd)``, or ``(n, n_layers, n_embd)`` of several layers; ``attention_mask``
+    is int64 ``(n,)``, ones; the metadata is the provenance.
+
+    :raises InvalidInputError: the states hold NaN or infinity; nothing was written.
+    :raises OSError: it cannot be written.
+    """
+    import numpy as np
+
+    from llamatap.states import check_finite, write_tensors
+
+    check_finite(states)
+    embeds = states.array[:, 0] if len(states.layers) == 1 else states.array
+    mask = np.ones(len(states), np.int64)
+    write_tensors(path, {"prompt_embeds": embeds, "attention_mask": mask}, states.provenance)
+    shape: tuple[int, ...] = embeds.shape
+    return shape

@@ -1,0 +1,54 @@
+"""``llamatap info``: what a model is and what its layers give."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+__all__ = ["add", "run"]
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "info", help="what a model is and what its layers give, tried in a child process"
+    )
+    parser.add_argument("model", type=Path, help="a GGUF file")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from llamatap import probe
+
+    found = probe(arguments.model)
+    if arguments.json:
+        print(json.dumps(found.to_dict(), indent=2))
+        return 0 if found.loads else 1
+    if not found.loads:
+        print(f"llamatap: {found.error}", file=sys.stderr)
+        return 1
+    n = found.n_layer
+    no_number = [str(layer.layer) for layer in found.layers if not layer.finite]
+    if not found.states:
+        layers = f"none: {found.error}"
+    else:
+        layers = f"0..{n} (0 enters the first block, {n} leaves the last one)"
+        if found.layers[-1].layer == "norm":
+            layers += ', and "norm"'
+        if no_number:
+            layers += f"; NOT FINITE: {', '.join(no_number)}"
+    for label, value in (
+        ("file", found.path),
+        ("model", f"{found.name or '(unnamed)'} ({found.description})"),
+        ("parameters", f"{found.n_params:,} in {(found.size_bytes or 0) / 2**20:,.1f} MiB"),
+        ("blocks", n),
+        ("width", found.n_embd),
+        ("vocabulary", f"{found.n_vocab:,}"),
+        ("trained context", f"{found.n_ctx_train:,} tokens"),
+        ("chat template", "yes" if found.chat_template else "no"),
+        ("layers", layers),
+    ):
+        print(f"{label:>16}  {value}")
+    return 0

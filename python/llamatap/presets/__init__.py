@@ -1,0 +1,248 @@
+"""Presets: from a person's prompt to the states that one image model's own pipeline makes of it.
+
+>>> from llamatap.presets import load_preset
+>>> preset = load_preset("z-image")                                    # or the path of a TOML file
+>>> preset.encode(model, "a lighthouse at dusk")[-2].shape             # doctest: +SKIP
+(14, 2560)
+
+A preset fills a template, cuts the text, names layers by the numbering that its source uses, and cuts rows.
+docs/presets.md tells how to write one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, overload
+
+from numpy.typing import DTypeLike
+
+from llamatap import chat
+from llamatap._check import instance, integer
+from llamatap._prompts import Window
+from llamatap.context import Context
+from llamatap.errors import InvalidInputError
+from llamatap.extract import Extractor, extract
+from llamatap.layers import LayerId, translate
+from llamatap.model import Model
+from llamatap.presets import _file
+from llamatap.states import States
+
+__all__ = ["Preset", "load_preset", "preset_names"]
+
+# What a template gets from elsewhere.
+_TAKEN = ("messages", "self", "template")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A recipe: prompt to text, text to states.
+
+    :ivar name: what it is called, in messages and in the provenance of states.
+    :ivar convention: the system that ``layers`` are ids of, a name of :mod:`llamatap.layers`.
+    :ivar layers: layer ids as that system numbers them.
+    :ivar description: what it is for.
+    :ivar source: where the recipe comes from.
+    :ivar model_name: the model that it is made for, for people.
+    :ivar architecture: ``general.architecture`` of that model; None: any.
+    :ivar n_layer: its number of blocks; None: any.
+    :ivar n_embd: its width; None: any.
+    :ivar template: a Jinja template with the variable ``prompt``; None: the model's own chat template, for
+        one user's turn and with a generation prompt.
+    :ivar template_variables: what the model's own chat template is told, e.g. ``enable_thinking``.
+    :ivar max_length: the most tokens of the whole text; more are cut on the right. None: all of them.
+    :ivar rows: positions [start, stop) that are kept, as of a slice; None: all of them.
+    :raises InvalidInputError: these contradict each other.
+    """
+
+    name: str
+    convention: str
+    layers: tuple[LayerId, ...]
+    description: str = ""
+    source: str = ""
+    model_name: str | None = None
+    architecture: str | None = None
+    n_layer: int | None = None
+    n_embd: int | None = None
+    template: str | None = None
+    template_variables: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    max_length: int | None = None
+    rows: Window | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.name.isprintable():
+            raise InvalidInputError(f"name must be a line of text, not {self.name!r}")
+        if not self.layers:
+            raise InvalidInputError("layers is empty; give at least one layer id")
+        # Without a depth, ids can only be of the right kind and sign.
+        translate(self.layers, source=self.convention, n_layer=self.n_layer or 2**20)
+        if self.max_length is not None:
+            integer("max_length", self.max_length, 1)
+        if self.rows is not None and _holds_nothing(self.rows):
+            raise InvalidInputError(f"rows {self.rows} keep no row of any text")
+        if self.template is not None:
+            self._check_template(self.template)
+        elif taken := [name for name in _TAKEN if name in self.template_variables]:
+            raise InvalidInputError(f"template_variables must not set {', '.join(taken)}")
+
+    def _check_template(self, template: str) -> None:
+        if self.template_variables:
+            raise InvalidInputError(
+                "template_variables are for the model's own chat template; leave out template, or write what "
+                "they say into it"
+            )
+        names = chat.free_variables(template)
+        if "prompt" not in names:
+            raise InvalidInputError("the template does not use the prompt; write {{ prompt }} where it goes")
+        if others := names - {"prompt"}:
+            raise InvalidInputError(
+                f"the template uses {', '.join(sorted(others))}; the only variable it gets is prompt"
+            )
+
+    def check(self, model: Model) -> None:
+        """Whether this is the model that the preset is made for, as far as its shape tells.
+
+        :raises InvalidInputError: another architecture, depth or width; with what was expected and found.
+        """
+        instance("model", model, Model)
+        shape = {"architecture": model.arch, "n_layer": model.n_layer, "n_embd": model.n_embd}
+        if all(getattr(self, key) in (None, found) for key, found in shape.items()):
+            return
+        expected = _shape(self.architecture, self.n_layer, self.n_embd)
+        found = _shape(model.arch, model.n_layer, model.n_embd)
+        called = model.metadata.get("general.name") or "unnamed"
+        wanted = self.model_name or "such a model"
+        raise InvalidInputError(
+            f"preset {self.name} is made for {self.model_name or 'a model'} ({expected}); "
+            f"{model.path.name} ({called}) has {found}. Give a GGUF file of {wanted}"
+        )
+
+    def render(self, model: Model, prompt: str) -> str:
+        """The text that the model is to read: the template around the prompt, which goes in as it is.
+
+        :raises InvalidInputError: the prompt is no text, or a template fails.
+        :raises UnsupportedError: the preset goes by the model's chat template, and it has none.
+        """
+        instance("prompt", prompt, str)
+        if self.template is not None:
+            return chat.fill(self.template, prompt=prompt)
+        return model.apply_chat_template([{"role": "user", "content": prompt}], **self.template_variables)
+
+    def layer_ids(self, model: Model) -> list[LayerId]:
+        """The layers as llamatap numbers them: 0..n or ``"norm"``.
+
+        :raises InvalidInputError: the model has no such layer.
+        :raises UnsupportedError: the model carries no single residual stream.
+        """
+        has_norm = model.layer_map.has_norm
+        try:
+            return translate(self.layers, source=self.convention, n_layer=model.n_layer, final_norm=has_norm)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"preset {self.name}: {error}") from None
+
+    @overload
+    def encode(  # type: ignore[overload-overlap]  # a str is a sequence of str, too
+        self,
+        model: Model | Context | Extractor,
+        prompts: str,
+        *,
+        dtype: DTypeLike | str | None = ...,
+    ) -> States: ...
+
+    @overload
+    def encode(
+        self,
+        model: Model | Context | Extractor,
+        prompts: Sequence[str],
+        *,
+        dtype: DTypeLike | str | None = ...,
+    ) -> list[States]: ...
+
+    def encode(
+        self,
+        model: Model | Context | Extractor,
+        prompts: str | Sequence[str],
+        *,
+        dtype: DTypeLike | str | None = None,
+    ) -> States | list[States]:
+        """The states of prompts: ``(n_tokens, n_layers, n_embd)`` each, without padding.
+
+        :param model: what computes them; a Model and a Context as :func:`llamatap.extract` takes them.
+        :param prompts: a prompt, or a list of them, which gives a list.
+        :param dtype: float32 unless said, float16 or bfloat16.
+        :returns: states whose provenance has ``preset`` and ``max_length`` besides.
+        :raises InvalidInputError: the model is another one than the preset is made for, or a prompt is no
+            text, or no row of it is left.
+        :raises Error: what :meth:`render`, :meth:`layer_ids` and :func:`llamatap.extract` raise.
+        """
+        if not isinstance(model, (Model, Context, Extractor)):
+            raise InvalidInputError(
+                f"expected a Model, a Context or an Extractor, found {type(model).__name__}"
+            )
+        loaded = model if isinstance(model, Model) else model.model
+        self.check(loaded)
+        single = isinstance(prompts, str)
+        if not single and (isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Sequence)):
+            raise InvalidInputError(f"prompts must be a str or a list of them, not {type(prompts).__name__}")
+        each = [prompts] if isinstance(prompts, str) else prompts
+        texts = [self.render(loaded, prompt) for prompt in each]
+        layers = self.layer_ids(loaded)
+        if isinstance(model, Extractor):
+            found = model(texts, layers, dtype=dtype, max_length=self.max_length, window=self.rows)
+        else:
+            found = extract(model, texts, layers, dtype=dtype, max_length=self.max_length, window=self.rows)
+        found = [states.with_details(preset=self.name) for states in found]
+        return found[0] if single else found
+
+
+def _holds_nothing(rows: Window) -> bool:
+    """Whether a slice is empty whatever it is of."""
+    start, stop = rows
+    if stop is None:
+        return False
+    first = start or 0
+    return stop == 0 or (stop <= first and (first < 0) == (stop < 0))
+
+
+def _shape(architecture: str | None, n_layer: int | None, n_embd: int | None) -> str:
+    facts = (
+        architecture,
+        None if n_layer is None else f"{n_layer} layers",
+        None if n_embd is None else f"width {n_embd}",
+    )
+    return ", ".join(fact for fact in facts if fact is not None)
+
+
+def preset_names() -> list[str]:
+    """The names of the built-in presets, sorted."""
+    files = resources.files(__name__).iterdir()
+    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+
+
+def load_preset(preset: str | os.PathLike[str]) -> Preset:
+    """A built-in preset, or one of a file.
+
+    :param preset: a name of :func:`preset_names`, or the path of a TOML file: a ``Path``, or a text that
+        ends in ``.toml`` or has a folder in it.
+    :raises InvalidInputError: there is no preset of that name, or the file is no preset; with the key and
+        what is expected of it.
+    :raises OSError: the file cannot be read.
+    """
+    if not isinstance(preset, (str, os.PathLike)):
+        raise InvalidInputError(f"a preset is a name or a path, not {type(preset).__name__}")
+    path = Path(preset)
+    if isinstance(preset, str) and path.suffix != ".toml" and path.name == preset:
+        if preset not in (names := preset_names()):
+            raise InvalidInputError(
+                f"no preset is called {preset!r}; there are {', '.join(names)}, and a path ends in .toml"
+            )
+        where, data = preset, (resources.files(__name__) / f"{preset}.toml").read_bytes()
+    else:
+        where, data = str(path), path.read_bytes()
+    try:
+        return Preset(**_file.read(data))
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{where}: {error}") from error

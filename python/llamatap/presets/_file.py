@@ -1,0 +1,127 @@
+"""Preset files: TOML, read strictly. A key that nobody looks at would be a recipe that is not followed."""
+
+from __future__ import annotations
+
+import reprlib
+import sys
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+from llamatap._prompts import Window, parse_window
+from llamatap.errors import InvalidInputError
+from llamatap.layers import LayerId
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["Fields", "read"]
+
+
+class Fields(TypedDict):
+    """What a file says, by the names of :class:`llamatap.presets.Preset`."""
+
+    name: str
+    description: str
+    source: str
+    model_name: str | None
+    architecture: str | None
+    n_layer: int | None
+    n_embd: int | None
+    template: str | None
+    template_variables: dict[str, Any]
+    max_length: int | None
+    convention: str
+    layers: tuple[LayerId, ...]
+    rows: Window | None
+
+
+class _Table:
+    """A table of the file, whose keys are all known."""
+
+    def __init__(self, label: str, entries: dict[str, Any], known: Sequence[str]) -> None:
+        self.label = label
+        self._entries = entries
+        for key in entries:
+            if key not in known:
+                raise InvalidInputError(f"unknown key {label}{key}; known are {', '.join(known)}")
+
+    def table(self, key: str, known: Sequence[str], *, required: bool = False) -> _Table:
+        entries = self._get(key, dict, "a table", required)
+        return _Table(f"{self.label}{key}.", entries or {}, known)
+
+    def free_table(self, key: str) -> dict[str, Any]:
+        return self._get(key, dict, "a table", False) or {}
+
+    def text(self, key: str) -> str | None:
+        found: str | None = self._get(key, str, "a text in quotes", False)
+        return found
+
+    def required_text(self, key: str) -> str:
+        found: str = self._get(key, str, "a text in quotes", True)
+        return found
+
+    def count(self, key: str) -> int | None:
+        expected = "a whole number of at least 1"
+        found: int | None = self._get(key, int, expected, False)
+        if found is not None and not 1 <= found < 2**31:
+            raise self._error(key, expected, found)
+        return found
+
+    def window(self, key: str) -> Window | None:
+        text = self._get(key, str, 'a text "START:STOP" such as "34:"', False)
+        return None if text is None else parse_window(self.label + key, text)
+
+    def layers(self, key: str) -> tuple[LayerId, ...]:
+        expected = 'a list of layer ids, such as [-2] or [9, 18, "norm"]'
+        found = self._get(key, list, expected, True)
+        if not all(type(item) is int or item == "norm" for item in found):
+            raise self._error(key, expected, found)
+        return tuple(found)
+
+    def _get(self, key: str, kind: type, expected: str, required: bool) -> Any:
+        if key not in self._entries:
+            if required:
+                raise InvalidInputError(f"{self.label}{key} is missing; it is {expected}")
+            return None
+        found = self._entries[key]
+        # Not isinstance: true and false are whole numbers to Python.
+        if type(found) is not kind:
+            raise self._error(key, expected, found)
+        return found
+
+    def _error(self, key: str, expected: str, found: object) -> InvalidInputError:
+        return InvalidInputError(f"{self.label}{key} must be {expected}, not {reprlib.repr(found)}")
+
+
+def read(data: bytes) -> Fields:
+    """The fields of a preset file.
+
+    :raises InvalidInputError: it is no TOML, or has an unknown key, lacks one, or one has a wrong value.
+    """
+    try:
+        # Some editors begin files with a byte order mark, which TOML does not know.
+        entries = tomllib.loads(data.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise InvalidInputError(f"this is no TOML: {error}") from error
+    top = _Table("", entries, ("name", "description", "source", "model", "prompt", "states"))
+    name = top.required_text("name")
+    model = top.table("model", ("name", "architecture", "n_layer", "n_embd"))
+    prompt = top.table("prompt", ("template", "template_variables", "max_length"))
+    states = top.table("states", ("convention", "layers", "rows"), required=True)
+    return {
+        "name": name,
+        "description": top.text("description") or "",
+        "source": top.text("source") or "",
+        "model_name": model.text("name"),
+        "architecture": model.text("architecture"),
+        "n_layer": model.count("n_layer"),
+        "n_embd": model.count("n_embd"),
+        "template": prompt.text("template"),
+        "template_variables": prompt.free_table("template_variables"),
+        "max_length": prompt.count("max_length"),
+        "convention": states.required_text("convention"),
+        "layers": states.layers("layers"),
+        "rows": states.window("rows"),
+    }

@@ -1,0 +1,63 @@
+"""Write tests/data/z_image_golden.npz: what diffusers' ZImagePipeline makes of prompts.
+
+    make golden
+
+Its text encoder and tokenizer are those of the GGUF file of tests/python/tinies/z_image.py, read by
+transformers; the chat template is Qwen3's own.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+import transformers
+from diffusers import ZImagePipeline
+
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS / "python")]
+
+from tinies.z_image import write_encoder  # noqa: E402  found by the lines above
+
+PROMPTS = [
+    "a lighthouse at dusk",
+    '{{ prompt }} 灯塔 🗼\n"quoted" <tags>',
+    "",
+    "<|im_end|>\n<|im_start|>system\nnothing",
+    "word " * 700,
+]
+# Rows kept of each text: what is in between tells no more.
+ROWS = 24
+
+
+def main(models: str, target: str) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        path = write_encoder(Path(scratch) / "tiny.gguf", Path(models))
+        tokenizer = transformers.AutoTokenizer.from_pretrained(scratch, gguf_file=path.name)
+        encoder = transformers.AutoModel.from_pretrained(
+            scratch, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+    tokenizer.chat_template = (Path(models) / "templates" / "Qwen-Qwen3-0.6B.jinja").read_text("utf-8")
+    seen: list[Any] = []
+    encoder.embed_tokens.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    pipeline = ZImagePipeline(None, None, encoder, tokenizer, None)
+    arrays: dict[str, Any] = {}
+    for index, prompt in enumerate(PROMPTS):
+        with torch.no_grad():
+            (states,), _ = pipeline.encode_prompt(
+                [prompt], device=torch.device("cpu"), do_classifier_free_guidance=False
+            )
+        arrays[f"tokens_{index}"] = seen[-1][0, : len(states)].numpy().astype(np.int32)
+        arrays[f"states_{index}"] = states[-ROWS:].numpy()
+    versions = f"diffusers {diffusers.__version__}, transformers {transformers.__version__}"
+    np.savez_compressed(target, prompts=np.array(PROMPTS), made_with=np.array(versions), **arrays)
+    print(f"{target}: {versions}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])
