@@ -220,10 +220,11 @@ def load_drafter(
 def named_drafter(
     context: Context, name: str, *, n_gpu_layers: int = 0, **options: Unpack[DraftOptions]
 ) -> Drafter:
-    """The drafter that a command line names: "ngram", "mtp" (the target's own blocks, which must be loaded), or
-    the file of one.
+    """The drafter that a command line names: "ngram", "mtp" (the target's own blocks, which must be loaded),
+    or the file of one.
 
-    :raises InvalidInputError: as of :func:`load_drafter`; or ``p_min`` of n-grams, which have no probabilities.
+    :raises InvalidInputError: as of :func:`load_drafter`; or ``p_min`` of n-grams, which have no
+        probabilities.
     :raises ModelLoadError: the file cannot be loaded.
     """
     if name == "ngram":

@@ -161,7 +161,8 @@ class States:
         return column
 
     def select(self, layers: Iterable[LayerId] | LayerId) -> States:
-        """The states of some of the layers, in the order given: a view when they are all of them, else a copy.
+        """The states of some of the layers, in the order given: a view when they are all of them, else a
+        copy.
 
         :raises InvalidInputError: a layer is not among those asked for.
         """

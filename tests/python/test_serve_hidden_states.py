@@ -23,7 +23,8 @@ from reference import decoder
 
 #: The specification's own: a prompt with its chat template applied.
 PROMPT = (
-    "<|im_start|>user\nA beautiful sunset over the ocean<|im_end|>\n<|im_start|>assistant\n<think>\n</think>\n"
+    "<|im_start|>user\nA beautiful sunset over the ocean<|im_end|>\n"
+    "<|im_start|>assistant\n<think>\n</think>\n"
 )
 
 
@@ -91,7 +92,9 @@ def test_the_defaults_are_the_specifications(server: Running, tiny: TinyLlama, m
     assert relative(lists(short), oracle(tiny, model.tokenize(text)[:512], -2)) < 1e-5
 
 
-def test_base64_is_read_as_the_specification_reads_it(server: Running, tiny: TinyLlama, model: lt.Model) -> None:
+def test_base64_is_read_as_the_specification_reads_it(
+    server: Running, tiny: TinyLlama, model: lt.Model
+) -> None:
     answer = server.states(input=PROMPT, encoding_format="base64", return_attention_mask=True)
     tokens = model.tokenize(PROMPT)
     assert answer["encoding_format"] == "base64"
@@ -217,7 +220,8 @@ def test_a_safetensors_body(server: Running, tiny: TinyLlama, model: lt.Model) -
 
 
 def test_provenance_says_what_it_is(server: Running, model: lt.Model) -> None:
-    for layer, norm, own in ((-2, "pre", 3), (-1, "post", "norm"), (0, "pre", 0)):
+    cases: list[tuple[int, str, lt.LayerId]] = [(-2, "pre", 3), (-1, "post", "norm"), (0, "pre", 0)]
+    for layer, norm, own in cases:
         provenance = server.states(input="where from", layer=layer)["provenance"]
         expected = lt.extract(model, "where from", layers=[own]).provenance
         assert provenance["model_sha256"] == expected["model_sha256"] is not None

@@ -62,7 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.p_min is not None and arguments.drafter in (None, "ngram"):
         raise InvalidInputError("--p-min needs a drafter with probabilities: a file, or mtp")
     final: Generation | None = None
-    with Model(arguments.model, n_gpu_layers=arguments.gpu_layers, load_mtp=arguments.drafter == "mtp") as model:
+    with Model(
+        arguments.model, n_gpu_layers=arguments.gpu_layers, load_mtp=arguments.drafter == "mtp"
+    ) as model:
         if arguments.chat is not None:
             prompt = model.apply_chat_template([{"role": "user", "content": arguments.chat}])
         else:

@@ -58,16 +58,17 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     verifier = serve.add_argument_group("verifier: files of states for a trainer of drafters")
     verifier.add_argument(
-        "--hidden-states-path", type=Path, metavar="FOLDER", help="where completions with return_token_ids write"
+        "--hidden-states-path",
+        type=Path,
+        metavar="FOLDER",
+        help="where completions with return_token_ids write",
     )
     verifier.add_argument(
         "--verifier-layers",
         type=layer_ids,
         help="which, besides H_n as the last (default: 2, n//2 and n-3 of n blocks)",
     )
-    verifier.add_argument(
-        "--verifier-dtype", choices=DTYPES, default="bfloat16"
-    )
+    verifier.add_argument("--verifier-dtype", choices=DTYPES, default="bfloat16")
     verifier.add_argument("--quota-gib", type=float, default=16.0, help="of all files (default: 16)")
     verifier.add_argument(
         "--max-age", type=float, default=3600.0, metavar="SECONDS", help="of a file (default: 3600)"
@@ -79,7 +80,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     limits.add_argument("--max-body-mib", type=float, default=4.0, help="of a request (default: 4)")
     limits.add_argument("--max-response-mib", type=float, default=256.0, help="of states (default: 256)")
     limits.add_argument(
-        "--drain", type=int, default=60, metavar="SECONDS", help="for what was accepted, at the end (default: 60)"
+        "--drain",
+        type=int,
+        default=60,
+        metavar="SECONDS",
+        help="for what was accepted, at the end (default: 60)",
     )
     serve.set_defaults(run=run)
 

@@ -61,9 +61,7 @@ def create_app(models: Sequence[ModelOptions], options: ServerOptions | None = N
             if verifier is not None:
                 verifier.close()
 
-    app = FastAPI(
-        title="llamatap", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
-    )
+    app = FastAPI(title="llamatap", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
     errors.install(app)
 

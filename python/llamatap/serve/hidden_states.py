@@ -1,4 +1,5 @@
-"""``POST /v1/hidden_states``: the states of prompts, in the layer numbering of Hugging Face's ``hidden_states``.
+"""``POST /v1/hidden_states``: the states of prompts, in the layer numbering of Hugging Face's
+``hidden_states``.
 
 The endpoint's first form is that of heylookitsanllm's specification, for image models whose text encoder is a
 language model: https://github.com/fblissjr/heylookitsanllm
@@ -47,8 +48,8 @@ class HiddenStatesRequest(BaseModel):
     model: str = Field(description="a name of GET /v1/models")
     input: str | Ids | list[str] | list[Ids] | None = Field(
         None,
-        description="text with its chat template applied, token ids, or a list of either. Special tokens in a "
-        "text are recognised",
+        description="text with its chat template applied, token ids, or a list of either; special tokens in "
+        "a text are recognised",
     )
     prompt: str | list[str] | None = Field(
         None, description="in place of input, with preset: what a person would type"
@@ -61,10 +62,10 @@ class HiddenStatesRequest(BaseModel):
         description="as transformers counts hidden_states: k enters block k, n (or -1) is the last, normed; "
         "default -2",
     )
-    layers: list[int] | None = Field(None, description="several: the result is [seq_len, n_layers, hidden_dim]")
-    max_length: int | None = Field(
-        None, ge=1, description="longer prompts are cut on the right; default 512"
+    layers: list[int] | None = Field(
+        None, description="several: the result is [seq_len, n_layers, hidden_dim]"
     )
+    max_length: int | None = Field(None, ge=1, description="longer prompts are cut on the right; default 512")
     pooling: Literal["mean", "last", "max"] | None = Field(
         None, description="one vector over the tokens in place of one a token"
     )
@@ -148,15 +149,10 @@ class _Work:
             raise ApiError.invalid(
                 f"max_length is {self.max_length}; preset {preset.name} takes {preset.max_length} at most"
             )
-        # One more than wanted tells whether something was cut.
         self.jobs: list[Extraction] = []
         self.truncated: list[bool] = []
         for index, one in enumerate(many):
-            try:
-                self._add(one)
-            except InvalidInputError as error:
-                where = "" if self.single else f"input {index}: "
-                raise InvalidInputError(f"{where}{error}") from None
+            self._add(one, "" if self.single else f"input {index}: ")
         self._check_size(server.options.max_response_bytes)
 
     def _preset(self, server: Server) -> Preset | None:
@@ -181,7 +177,9 @@ class _Work:
             texts: list[str | NDArray[np.int32]] = [self.preset.render(self.model, one) for one in prompts]
             return texts[0] if isinstance(body.prompt, str) else self._not_empty(texts)
         if body.input is None:
-            raise ApiError.invalid("input is missing: a text, token ids, or a list of either", "missing_field")
+            raise ApiError.invalid(
+                "input is missing: a text, token ids, or a list of either", "missing_field"
+            )
         if isinstance(body.input, str):
             return body.input
         if body.input and isinstance(body.input[0], int):
@@ -208,8 +206,11 @@ class _Work:
         )
         return layer_ids.normalize(found, model.n_layer)
 
-    def _add(self, one: str | NDArray[np.int32]) -> None:
-        whole = prompt_tokens(self.model, one, None)
+    def _add(self, one: str | NDArray[np.int32], where: str) -> None:
+        try:
+            whole = prompt_tokens(self.model, one, None)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{where}{error}") from None
         tokens = whole[: self.max_length]
         window = None if self.preset is None else self.preset.rows
         self.jobs.append(

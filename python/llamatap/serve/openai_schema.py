@@ -28,7 +28,9 @@ class Sampling(BaseModel):
 
     model: str = Field(description="a name of GET /v1/models")
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
-    temperature: float | None = Field(None, ge=0, le=100, description="default 1; 0 takes the most likely token")
+    temperature: float | None = Field(
+        None, ge=0, le=100, description="default 1; 0 takes the most likely token"
+    )
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1, description="0 or -1: of all")
     min_p: float | None = Field(None, ge=0, le=1)
@@ -36,7 +38,9 @@ class Sampling(BaseModel):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
     seed: int | None = Field(None, ge=0, le=2**32 - 2)
-    stop: str | list[str] | None = Field(None, description="strings that end the text, and are not part of it")
+    stop: str | list[str] | None = Field(
+        None, description="strings that end the text, and are not part of it"
+    )
     stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
     n: int | None = Field(None, ge=1, le=16, description="texts for each prompt")
@@ -49,7 +53,7 @@ class Sampling(BaseModel):
     )
     layer: int | None = Field(
         None,
-        description="of return_hidden_states, as transformers counts; default -1: normed, after the last block",
+        description="of return_hidden_states, as transformers counts; default -1: normed, of the last block",
     )
     # What changes nothing here.
     user: str | None = None

@@ -20,8 +20,8 @@ class ModelOptions:
     :ivar path: its GGUF file.
     :ivar n_gpu_layers: layers on the GPU; -1 for all.
     :ivar weights: what its weights are converted to ("f32", "f16" or "bf16"), if anything.
-    :ivar context: further options of the contexts, as of :class:`llamatap.Context` (``n_threads``, ``type_k``,
-        ``flash_attn``, ...); their sizes are the server's business.
+    :ivar context: further options of the contexts, as of :class:`llamatap.Context` (``n_threads``,
+        ``type_k``, ``flash_attn``, ...); their sizes are the server's business.
     :ivar n_ctx: tokens that all texts being generated may take together; 0 for ``parallel`` times what the
         model was trained with, 4,096 each at most.
     :ivar parallel: texts that are generated at once.

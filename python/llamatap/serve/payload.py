@@ -35,8 +35,8 @@ def as_lists(array: NDArray[Any]) -> orjson.Fragment:
 
 def as_base64(array: NDArray[Any]) -> orjson.Fragment:
     """The bytes of the array, row-major and little-endian, in base64."""
-    data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-    pieces = [base64.b64encode(data[i : i + _PIECE]) for i in range(0, len(data), _PIECE)]
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    pieces = [base64.b64encode(data[i : i + _PIECE].data) for i in range(0, len(data), _PIECE)]
     return orjson.Fragment(b'"' + b"".join(pieces) + b'"')
 
 
@@ -44,7 +44,5 @@ def as_safetensors(tensors: dict[str, NDArray[Any]], fields: dict[str, Any]) -> 
     """A safetensors file, with fields as its metadata: strings as they are, all else as JSON."""
     from safetensors.numpy import save
 
-    metadata = {
-        key: value if isinstance(value, str) else json.dumps(value) for key, value in fields.items()
-    }
+    metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in fields.items()}
     return save({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, metadata)

@@ -56,9 +56,7 @@ class Server:
         try:
             return self.presets[name]
         except KeyError:
-            raise InvalidInputError(
-                f"no preset {name!r} here; there are {', '.join(self.presets)}"
-            ) from None
+            raise InvalidInputError(f"no preset {name!r} here; there are {', '.join(self.presets)}") from None
 
 
 def server_of(request: Request) -> Server:

@@ -20,6 +20,7 @@ from llamatap.errors import InvalidInputError
 from llamatap.generate import GenerateOptions
 from llamatap.generation import Event, Generation, TokenLogprobs
 from llamatap.layers import LayerId
+from llamatap.model import Model
 from llamatap.serve.errors import ApiError
 from llamatap.serve.openai_schema import ChatRequest, CompletionRequest, Sampling
 from llamatap.serve.payload import as_lists
@@ -113,6 +114,16 @@ class TextJob(ABC):
                 final_norm=self.model.layer_map.has_norm,
             )
             (self.layer,) = layer_ids.normalize(found, self.model.n_layer)
+            rows = max(len(one) for one in self.prompts) + (self.max_tokens or self.worker.text_room)
+            limit = self.server.options.max_response_bytes
+            if self.body.return_hidden_states is True and 4 * rows * self.model.n_embd > limit:
+                raise ApiError(
+                    413,
+                    "invalid_request_error",
+                    "response_too_large",
+                    f"the states of {rows} tokens are more than {limit} bytes, what this server gives in a "
+                    "response: ask for the last token's, or for a shorter text",
+                )
         verifier = self.server.verifier
         if verifier is not None and self.body.return_token_ids and not self.body.stream and self.n == 1:
             if len(self.prompts) > 1:
@@ -239,7 +250,9 @@ class TextJob(ABC):
 
 def _finite(array: NDArray[Any]) -> None:
     if not np.isfinite(array).all():
-        raise ApiError(422, "model_error", "not_finite", "the states hold NaN or infinity; see `llamatap info`")
+        raise ApiError(
+            422, "model_error", "not_finite", "the states hold NaN or infinity; see `llamatap info`"
+        )
 
 
 class CompletionJob(TextJob):
@@ -330,7 +343,9 @@ class ChatJob(TextJob):
             messages.append(one)
         variables = self.body.chat_template_kwargs or {}
         if taken := {"messages", "add_generation_prompt", "template"} & variables.keys():
-            raise ApiError.invalid(f"chat_template_kwargs holds {', '.join(sorted(taken))}, a field of its own")
+            raise ApiError.invalid(
+                f"chat_template_kwargs holds {', '.join(sorted(taken))}, a field of its own"
+            )
         text = self.model.apply_chat_template(messages, self.body.add_generation_prompt, **variables)
         if self.body.continue_final_message:
             last = str(messages[-1].get("content", "")).strip()
@@ -379,6 +394,10 @@ class ChatJob(TextJob):
         return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
 
 
-def _text(model: Any, token: int) -> str:
-    found: str = model.token_bytes(token).decode(errors="replace")
-    return found
+def _text(model: Model, token: int) -> str:
+    """A token in lists of log-probabilities; what is no text of its own is spelled as OpenAI spells it."""
+    data = model.token_bytes(token)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

@@ -1,9 +1,9 @@
 """Files of hidden states that completions leave for a trainer of drafters on the same machine.
 
 The protocol is that of vLLM's ExampleHiddenStatesConnector, as the library ``hs-connectors`` reads it: a
-safetensors file with ``token_ids`` [n] int64 and ``hidden_states`` [n, n_layers, hidden], and beside it, until
-it is complete, FILE.lock, held with ``flock``; the reader waits for the lock and removes it. The lock is there
-before the response that names the file.
+safetensors file with ``token_ids`` [n] int64 and ``hidden_states`` [n, n_layers, hidden], and beside it,
+until it is complete, FILE.lock, held with ``flock``; the reader waits for the lock and removes it. The lock
+is there before the response that names the file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from llamatap.layers import LayerId, default_eagle3_layers, normalize
 from llamatap.model import Model
 from llamatap.serve.errors import ApiError
 from llamatap.serve.options import VerifierOptions
-from llamatap.states import DTYPES, States
+from llamatap.states import DTYPES, States, write_tensors
 
 __all__ = ["VerifierFiles"]
 
@@ -35,7 +35,7 @@ _logger = logging.getLogger("llamatap.serve")
 _BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
 #: Names of our own alone are ever removed.
-_NAME = re.compile(r"hs-[0-9a-f]{32}\.safetensors(\.lock|\.part)?")
+_NAME = re.compile(r"\.?hs-[0-9a-f]{32}\.safetensors(\.\w+)?")
 
 
 class VerifierFiles:
@@ -101,7 +101,7 @@ class VerifierFiles:
                     503,
                     "unavailable_error",
                     "verifier_folder_full",
-                    f"the files of hidden states take {used} bytes of {self.options.quota_bytes}, and this one "
+                    f"the files of hidden states take {used} bytes of {self.options.quota_bytes}; this one "
                     f"needs {n_bytes}: remove those that were read",
                     retry_after=5,
                 )
@@ -121,22 +121,14 @@ class VerifierFiles:
             self._promised -= n_bytes
 
     def _write(self, path: Path, lock: int, states: States, n_bytes: int) -> None:
-        from safetensors.numpy import save_file
-
-        part = Path(f"{path}.part")
         try:
-            metadata = {key: str(value) for key, value in states.provenance.items() if value is not None}
-            tensors = {
-                "token_ids": states.tokens.astype(np.int64),
-                "hidden_states": states.array.astype(DTYPES[self.options.dtype]),
-            }
-            save_file(tensors, part, metadata)
-            part.rename(path)
+            array = states.array.astype(DTYPES[self.options.dtype])
+            tensors = {"token_ids": states.tokens.astype(np.int64), "hidden_states": array}
+            provenance = {**states.provenance, "dtype": self.options.dtype}
+            write_tensors(path, tensors, provenance)
         except Exception:
             # The reader finds the lock free and no file, and says so.
             _logger.exception("could not write %s", path)
-            with contextlib.suppress(OSError):
-                part.unlink()
         finally:
             self._keep_no_more(n_bytes)
             os.close(lock)

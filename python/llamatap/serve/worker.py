@@ -1,7 +1,7 @@
 """One thread a model, which owns its contexts: requests of all clients share its batches.
 
-The thread takes turns: a batch of extraction, a round of generation. Nothing else touches the contexts, and the
-event loop never waits for them.
+The thread takes turns: a batch of extraction, a round of generation. Nothing else touches the contexts, and
+the event loop never waits for them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamatap._native import flush_log
-from llamatap.context import Context
+from llamatap.context import Context, ContextOptions
 from llamatap.extract import Extractor
 from llamatap.generate import GenerateOptions
 from llamatap.generation import Event
@@ -266,12 +266,15 @@ class ModelWorker:
         except Exception:
             # One of them fails: the others need not.
             for job in jobs:
-                try:
-                    self._extract_together([job])
-                except Exception as error:
-                    job.result.set_exception(error)
+                self._extract_alone(job)
         self.metrics.tokens.labels(self.name, "extracted").inc(sum(len(job.tokens) for job in jobs))
         return len(jobs)
+
+    def _extract_alone(self, job: Extraction) -> None:
+        try:
+            self._extract_together([job])
+        except Exception as error:
+            job.result.set_exception(error)
 
     def _extract_together(self, jobs: Sequence[Extraction]) -> None:
         layers = tuple(dict.fromkeys(layer for job in jobs for layer in job.layers))
@@ -288,7 +291,8 @@ class ModelWorker:
     def _new_session(self) -> Session:
         options, model = self.options, self.model
         parallel = options.parallel if model.native.batches_sequences else 1
-        context = Context(model, **{**options.context, "n_ctx": self.n_ctx, "n_seq_max": parallel})
+        sizes: ContextOptions = {**options.context, "n_ctx": self.n_ctx, "n_seq_max": parallel}
+        context = Context(model, **sizes)
         drafter = None
         if options.drafter is not None:
             chosen: DraftOptions = {} if options.n_max is None else {"n_max": options.n_max}
