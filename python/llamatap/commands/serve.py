@@ -39,6 +39,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     add_loading(serve)
     serve.add_argument("--threads", type=int, help="of the engine, for each model (default: one a core)")
+    serve.add_argument(
+        "--flash-attn",
+        choices=("on", "off"),
+        help="flash attention (default: where the engine thinks it best)",
+    )
     serve.add_argument("--kv-type", help="of the KV cache: f32, f16, bf16, q8_0, ... (default: f16)")
     serve.add_argument(
         "--preset", action="append", default=[], type=Path, metavar="FILE.toml", help="a preset of your own"
@@ -111,6 +116,8 @@ def _models(arguments: argparse.Namespace) -> list[ModelOptions]:
             raise InvalidInputError(f"--drafter: there is no model {name!r}; there are {', '.join(paths)}")
         drafters[name] = drafter
     context: ContextOptions = {"n_threads": arguments.threads}
+    if arguments.flash_attn is not None:
+        context["flash_attn"] = arguments.flash_attn == "on"
     if arguments.kv_type is not None:
         context |= {"type_k": arguments.kv_type, "type_v": arguments.kv_type}
     return [

@@ -1,0 +1,203 @@
+"""What a server refuses: too much, too many, or from whom it does not know."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serving import running, tiny_options
+
+import llamatap as lt
+from llamatap.extract import Extractor
+from llamatap.serve import ModelOptions, ServerOptions, create_app
+
+
+def test_bodies_beyond_the_limit(tiny_path: Path) -> None:
+    with running([tiny_options(tiny_path)], ServerOptions(max_body_bytes=1000)) as server:
+        server.error("/v1/hidden_states", 413, "invalid_request_error", model="tiny", input="a" * 2000)
+
+        def chunks() -> Iterator[bytes]:
+            yield b'{"model": "tiny", "input": "'
+            for _ in range(100):
+                yield b"a" * 100
+            yield b'"}'
+
+        # Without a length that says it beforehand.
+        headers = {"Content-Type": "application/json"}
+        found = server.client.post("/v1/hidden_states", content=chunks(), headers=headers)
+        assert found.status_code == 413
+        assert found.json()["error"]["code"] == "body_too_large"
+        assert server.states(input="a" * 900)["shape"][0] == 512
+
+
+def test_states_beyond_the_limit(tiny_path: Path) -> None:
+    with running([tiny_options(tiny_path)], ServerOptions(max_response_bytes=64 * 4 * 30)) as server:
+        assert server.states(input=[5] * 30)["shape"] == [30, 64]
+        message = server.error(
+            "/v1/hidden_states", 413, "invalid_request_error", model="tiny", input=[5] * 31
+        )
+        assert "7936 bytes" in message
+        assert server.states(input=[5] * 31, dtype="float16")["shape"] == [31, 64]
+        assert server.states(input=[5] * 400, pooling="mean")["shape"] == [64]
+        server.error(
+            "/v1/hidden_states", 413, "invalid_request_error", model="tiny", input=[5] * 16, layers=[0, 1]
+        )
+
+
+def test_more_inputs_than_the_limit(tiny_path: Path) -> None:
+    with running([tiny_options(tiny_path)], ServerOptions(max_inputs=3)) as server:
+        assert len(server.states(input=["a", "b", "c"])["data"]) == 3
+        message = server.error(
+            "/v1/hidden_states", 400, "invalid_request_error", model="tiny", input=["a"] * 4
+        )
+        assert "takes 3" in message
+
+
+class Gate:
+    """Extraction that waits until it is let through."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        self.entered = threading.Event()
+        self.calls: list[int] = []
+        original = Extractor.__call__
+
+        def waiting(extractor: Extractor, inputs: Any, *arguments: Any, **options: Any) -> Any:
+            self.calls.append(len(inputs))
+            self.entered.set()
+            assert self.open.wait(30)
+            return original(extractor, inputs, *arguments, **options)
+
+        monkeypatch.setattr(Extractor, "__call__", waiting)
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_full_queue_says_when_to_come_back(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    with (
+        running([tiny_options(tiny_path)], ServerOptions(max_queue=4)) as server,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        first = pool.submit(server.states, input="first")
+        assert gate.entered.wait(10)
+        waiting = [pool.submit(server.states, input=f"text {i}") for i in range(4)]
+        wait_until(lambda: server.worker.waiting == 4)
+        refused = server.client.post("/v1/hidden_states", json={"model": "tiny", "input": "too many"})
+        assert refused.status_code == 429
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        # The event loop does not wait for the engine.
+        assert server.client.get("/health", timeout=1).json() == {"status": "ok"}
+        gate.open.set()
+        for one in [first, *waiting]:
+            assert one.result()["shape"][1] == 64
+        # Those that waited shared a batch.
+        assert gate.calls == [1, 4]
+        assert server.states(input="again")["shape"][1] == 64
+
+
+def test_a_client_that_goes_away_is_not_computed(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    with running([tiny_options(tiny_path)]) as server, ThreadPoolExecutor(4) as pool:
+        first = pool.submit(server.states, input="first")
+        assert gate.entered.wait(10)
+
+        async def leave() -> None:
+            async with httpx.AsyncClient(base_url=server.url) as client:
+                body = {"model": "tiny", "input": ["leaves", "too"]}
+                task = asyncio.create_task(client.post("/v1/hidden_states", json=body))
+                while server.worker.waiting < 2:
+                    await asyncio.sleep(0.01)
+                task.cancel()
+
+        asyncio.run(leave())
+        jobs = list(server.worker._extractions)
+        wait_until(lambda: all(job.result.cancelled() for job in jobs))
+        gate.open.set()
+        assert first.result()["shape"][1] == 64
+        assert server.states(input="next")["shape"][1] == 64
+        assert gate.calls == [1, 1]
+
+
+def test_one_that_fails_does_not_stop_others(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Extractor.__call__
+    started, proceed = threading.Event(), threading.Event()
+
+    def failing(extractor: Extractor, inputs: Any, *arguments: Any, **options: Any) -> Any:
+        if any(len(one) == 1 for one in inputs):
+            started.set()
+            assert proceed.wait(20)
+        if any(list(one) == [66, 66] for one in inputs):
+            raise lt.EngineError("the engine fails on purpose")
+        return original(extractor, inputs, *arguments, **options)
+
+    monkeypatch.setattr(Extractor, "__call__", failing)
+    with running([tiny_options(tiny_path)]) as server, ThreadPoolExecutor(8) as pool:
+        first = pool.submit(server.states, input=[5])
+        assert started.wait(10)
+        good = [pool.submit(server.states, input=[i, 6, 7]) for i in range(3, 6)]
+        bad = pool.submit(
+            server.error, "/v1/hidden_states", 500, "internal_error", model="tiny", input=[66, 66]
+        )
+        wait_until(lambda: server.worker.waiting == 4)
+        proceed.set()
+        assert "on purpose" in bad.result()
+        for one in [first, *good]:
+            assert one.result()["shape"][1] == 64
+
+
+def test_an_api_key(tiny_path: Path) -> None:
+    with running([tiny_options(tiny_path)], ServerOptions(api_key="s3cret")) as server:
+        body = {"model": "tiny", "input": "a"}
+        assert server.client.post("/v1/hidden_states", json=body).status_code == 200
+        for header in (
+            {},
+            {"Authorization": "Bearer s3cre"},
+            {"Authorization": "s3cret"},
+            {"X-Api-Key": "s3cret"},
+        ):
+            for method, path in (("POST", "/v1/hidden_states"), ("GET", "/v1/models"), ("GET", "/metrics")):
+                found = httpx.request(method, server.url + path, json=body, headers=header)
+                assert found.status_code == 401
+                assert found.json()["error"]["type"] == "authentication_error"
+                assert found.headers["www-authenticate"] == "Bearer"
+        assert httpx.get(server.url + "/health").status_code == 200
+        assert httpx.get(server.url + "/").status_code == 200
+
+
+def test_metrics(tiny_path: Path) -> None:
+    with running([tiny_options(tiny_path)]) as server:
+        server.states(input=[5] * 7)
+        server.error("/v1/hidden_states", 404, "model_not_found", model="no", input="a")
+        server.client.get("/made/up/path")
+        lines = server.client.get("/metrics").text.splitlines()
+        assert 'llamatap_requests_total{path="/v1/hidden_states",status="200"} 1.0' in lines
+        assert 'llamatap_requests_total{path="/v1/hidden_states",status="404"} 1.0' in lines
+        assert 'llamatap_requests_total{path="other",status="404"} 1.0' in lines
+        assert 'llamatap_tokens_total{kind="extracted",model="tiny"} 7.0' in lines
+        assert 'llamatap_queue_prompts{model="tiny"} 0.0' in lines
+        assert 'llamatap_request_seconds_count{path="/v1/hidden_states"} 2.0' in lines
+
+
+def test_models_that_cannot_be_served(tiny_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(lt.InvalidInputError, match="no model"):
+        create_app([])
+    with pytest.raises(lt.InvalidInputError, match="name of its own"):
+        create_app([tiny_options(tiny_path), tiny_options(tiny_path)])
+    with pytest.raises(lt.ModelNotFoundError):
+        create_app([ModelOptions(name="a", path=tmp_path / "none.gguf")])
+    with pytest.raises(lt.ModelNotFoundError):
+        create_app([tiny_options(tiny_path, drafter=str(tmp_path / "none.gguf"))])
