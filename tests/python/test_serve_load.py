@@ -115,8 +115,8 @@ def test_many_clients_get_what_is_theirs(
     with ThreadPoolExecutor(n_clients) as pool:
         warm = sum(pool.map(client, range(0, 10_000, 10_000 // n_clients), [8] * n_clients))
         settled = resident(process)
-        done = sum(pool.map(client, range(20_000, 10**6, 30_000), [54] * n_clients))
-    assert warm + done >= 2_000 - n_clients
+        done = sum(pool.map(client, range(20_000, 10**6, 30_000), [55] * n_clients))
+    assert warm + done >= 2_000
     after = metric(url, 'llamatap_requests_total{path="/v1/hidden_states",status="200"}')
     assert after - before == warm + done
     assert resident(process) - settled < 40
@@ -132,15 +132,9 @@ httpx.post(sys.argv[1] + "/v1/" + sys.argv[2], json=eval(sys.argv[3]), timeout=6
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (
-            "hidden_states",
-            {"model": "tiny", "input": [[5] * 2000] * 200, "max_length": 2000, "pooling": "last"},
-        ),
-        ("completions", {"model": "tiny", "prompt": [5, 6], "max_tokens": 2000, "ignore_eos": True}),
-        (
-            "completions",
-            {"model": "tiny", "prompt": [5], "max_tokens": 2000, "ignore_eos": True, "stream": True},
-        ),
+        ("hidden_states", "'input': [[5] * 2000] * 200, 'max_length': 2000, 'pooling': 'last'"),
+        ("completions", "'prompt': [5, 6], 'max_tokens': 2000, 'ignore_eos': True"),
+        ("completions", "'prompt': [5, 6], 'max_tokens': 2000, 'ignore_eos': True, 'stream': True"),
     ],
 )
 def test_a_client_that_is_killed_frees_its_place(
