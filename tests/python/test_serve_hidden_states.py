@@ -19,6 +19,7 @@ from tinies.encoders import bert
 from tiny import TinyLlama
 
 import llamatap as lt
+from llamatap.serve import ServerOptions
 from reference import decoder
 
 #: The specification's own: a prompt with its chat template applied.
@@ -308,6 +309,46 @@ def test_a_model_of_another_shape_is_refused_by_name(server: Running) -> None:
     found = server.error("/v1/hidden_states", 400, "invalid_request_error", **body)
     assert "2560" in found
     assert "64" in found
+
+
+PRESET = """
+name = "mine"
+[model]
+n_embd = 64
+[prompt]
+template = "<s>[{{ prompt }}]"
+max_length = 9
+[states]
+convention = "transformers"
+layers = [-3, -1]
+rows = "2:"
+"""
+
+
+def test_a_preset_of_ones_own(tiny_path: Path, tiny: TinyLlama, model: lt.Model, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(PRESET)
+    options = ServerOptions(presets={"mine": tmp_path / "mine.toml"})
+    with running([tiny_options(tiny_path)], options) as server:
+        for prompt, text in (
+            ("abc", "<s>[abc]"),
+            ("{{ x }}", "<s>[{{ x }}]"),
+            ("long" * 9, "<s>[" + "long" * 9),
+        ):
+            answer = server.states(prompt=prompt, preset="mine", return_tokens=True)
+            tokens = model.tokenize(text)[:9]
+            assert answer["token_ids"] == tokens[2:].tolist()
+            assert answer["truncated"] is (len(model.tokenize(text)) > 9)
+            assert answer["preset"] == "mine"
+            assert answer["layers"] == [2, 4]
+            assert answer["shape"] == [len(tokens) - 2, 2, tiny.n_embd]
+            for column, layer in enumerate((2, -1)):
+                assert relative(lists(answer)[:, column], oracle(tiny, tokens, layer)[2:]) < 1e-5
+        several = server.states(prompt=["a", "bc"], preset="mine")
+        assert [entry["shape"][0] for entry in several["data"]] == [2, 3]
+        body = {"model": "tiny", "preset": "mine", "prompt": "a", "max_length": 10}
+        assert "9 at most" in server.error("/v1/hidden_states", 400, "invalid_request_error", **body)
+        none_left = {"model": "tiny", "preset": "mine", "prompt": "a", "max_length": 1}
+        server.error("/v1/hidden_states", 400, "invalid_request_error", **none_left)
 
 
 def test_a_model_without_a_residual_stream(arch_models: Path) -> None:
