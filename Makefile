@@ -4,6 +4,7 @@
 # make bench   measures; prints ratios, writes bench/results/
 # make fidelity          every layer against transformers; writes docs/fidelity.md
 # make bench-drafting    speed against the engine's own drafting; writes bench/results/
+# make bench-server      the server beside extraction in a process; writes bench/results/
 # make bench-transformers  speed against transformers; writes bench/results/
 # make dev     an editable install that rebuilds on import
 # make package builds the sdist and, from it, the wheel; checks both in empty environments
@@ -23,7 +24,7 @@ export LLAMATAP_CACHE ?= $(abspath $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamat
 export CCACHE_BASEDIR ?= /
 export CCACHE_NOHASHDIR ?= true
 
-.PHONY: demo test architectures lint format stubs bench bench-drafting dev package golden fidelity bench-transformers neighbours debug sanitize clean
+.PHONY: demo test architectures lint format stubs bench bench-drafting bench-server dev package golden fidelity bench-transformers neighbours debug sanitize clean
 
 # Debian keeps venv and the headers in packages of their own.
 define HAVE_PYTHON
@@ -101,6 +102,9 @@ $(SPECULATIVE): $(VENV)/.installed bench/peer/CMakeLists.txt tests/archs/load_ba
 
 bench-drafting: build/fidelity/quantize $(SPECULATIVE)
 	$(BIN)/python bench/speculation.py
+
+bench-server: $(VENV)/.installed
+	$(BIN)/python bench/server.py
 
 dev: $(VENV)/.tools
 	$(PIP) install --no-build-isolation --editable ".[demo,server]"

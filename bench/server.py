@@ -3,8 +3,8 @@
     python bench/server.py [MODEL] [--rounds N] [--prompts N] [--tokens N]
 
 Each round extracts the same prompts in this process, as one list, and then asks a server (another process, on
-the same processors) for each of them, with 1, 8 and 32 clients and each encoding. A figure is the median of the
-rounds' ratios to the rate in the process (1: as fast). The clients share the processors with the server.
+the same processors) for each of them, with 1, 8 and 32 clients and each encoding. A figure is the median of
+the rounds' ratios to the rate in the process (1: as fast). The clients share the processors with the server.
 Writes bench/results/server.json.
 """
 
