@@ -109,6 +109,26 @@ def test_a_full_queue_says_when_to_come_back(tiny_path: Path, monkeypatch: pytes
         assert server.states(input="again")["shape"][1] == 64
 
 
+def test_a_batch_goes_no_deeper_than_each_of_it_asks(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    with running([tiny_options(tiny_path)]) as server, ThreadPoolExecutor(12) as pool:
+        first = pool.submit(server.states, input="first")
+        assert gate.entered.wait(10)
+        waiting = []
+        for i, (layers, dtype) in enumerate(
+            [([1], "float32"), ([3, 0], "float32"), ([0, 1], "float32"), ([3], "float32"), ([3], "float16")]
+        ):
+            waiting.append(pool.submit(server.states, input=[5] * 7, layers=layers, dtype=dtype))
+            wait_until(lambda n=i: server.worker.waiting == n + 1)
+        gate.open.set()
+        shapes = [one.result()["shape"] for one in waiting]
+        assert shapes == [[7, 1, 64], [7, 2, 64], [7, 2, 64], [7, 1, 64], [7, 1, 64]]
+        assert first.result()["shape"] == [6, 64]
+        assert gate.calls == [1, 2, 2, 1]
+
+
 def test_a_client_that_goes_away_is_not_computed(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     with running([tiny_options(tiny_path)]) as server, ThreadPoolExecutor(4) as pool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from importlib.resources import files
 
 import anyio.to_thread
@@ -37,6 +38,8 @@ def create_app(models: Sequence[ModelOptions], options: ServerOptions | None = N
     if len(set(names)) < len(names):
         raise InvalidInputError(f"each model needs a name of its own; found {', '.join(names)}")
     options = options or ServerOptions()
+    # A request of more prompts than may wait could never be let in.
+    options = replace(options, max_inputs=min(options.max_inputs, options.max_queue))
     metrics = Metrics()
     verifier = None if options.verifier is None else VerifierFiles(options.verifier)
     workers: dict[str, ModelWorker] = {}
@@ -77,9 +80,12 @@ def create_app(models: Sequence[ModelOptions], options: ServerOptions | None = N
     async def heat_map() -> HTMLResponse:
         return HTMLResponse(page)
 
-    @app.get("/health")
+    @app.get("/health", responses={503: {"model": errors.ErrorResponse}})
     async def health() -> dict[str, str]:
         """Whether all models are being served."""
+        if idle := [name for name, worker in workers.items() if not worker.works]:
+            message = f"not being served: {', '.join(idle)}"
+            raise errors.ApiError(503, "unavailable_error", "not_serving", message)
         return {"status": "ok"}
 
     @app.get("/metrics", response_class=Response)

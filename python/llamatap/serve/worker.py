@@ -141,10 +141,15 @@ class ModelWorker:
         """Prompts that wait, and texts that are being generated."""
         return len(self._extractions) + len(self._texts) + len(self._live)
 
+    @property
+    def works(self) -> bool:
+        """Whether its thread is there and takes work."""
+        return not self._stopping and self._thread is not None and self._thread.is_alive()
+
     # From the event loop.
 
     def _check_room(self, n: int) -> None:
-        if self._stopping or (self._thread is not None and not self._thread.is_alive()):
+        if not self.works:
             raise ApiError(503, "unavailable_error", "shutting_down", "the server is shutting down")
         waiting = self.waiting
         if waiting + n > self.max_queue:
@@ -262,21 +267,26 @@ class ModelWorker:
             return 0
         self.metrics.batch.labels(self.name).observe(len(jobs))
         try:
-            self._extract_together(jobs)
+            found = self._states(jobs)
         except Exception:
             # One of them fails: the others need not.
             for job in jobs:
                 self._extract_alone(job)
+        else:
+            for job, states in zip(jobs, found, strict=True):
+                job.result.set_result(states)
         self.metrics.tokens.labels(self.name, "extracted").inc(sum(len(job.tokens) for job in jobs))
         return len(jobs)
 
     def _extract_alone(self, job: Extraction) -> None:
         try:
-            self._extract_together([job])
+            (states,) = self._states([job])
         except Exception as error:
             job.result.set_exception(error)
+        else:
+            job.result.set_result(states)
 
-    def _extract_together(self, jobs: Sequence[Extraction]) -> None:
+    def _states(self, jobs: Sequence[Extraction]) -> list[States]:
         layers = tuple(dict.fromkeys(layer for job in jobs for layer in job.layers))
         found = self._extractor(
             [job.tokens for job in jobs],
@@ -285,8 +295,7 @@ class ModelWorker:
             window=[job.window for job in jobs],
             pool=jobs[0].pooling,
         )
-        for job, states in zip(jobs, found, strict=True):
-            job.result.set_result(states.select(job.layers))
+        return [states.select(job.layers) for job, states in zip(jobs, found, strict=True)]
 
     def _new_session(self) -> Session:
         options, model = self.options, self.model
