@@ -1,5 +1,6 @@
 # make demo    shows what the project does, on a fresh machine
 # make test    runs the tests, on a fresh machine
+# make test-peers  tests with libraries that want environments of their own: speculators
 # make lint    ruff, mypy, clang-format, stubs
 # make bench   measures; prints ratios, writes bench/results/
 # make fidelity          every layer against transformers; writes docs/fidelity.md
@@ -24,7 +25,7 @@ export LLAMATAP_CACHE ?= $(abspath $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamat
 export CCACHE_BASEDIR ?= /
 export CCACHE_NOHASHDIR ?= true
 
-.PHONY: demo test architectures lint format stubs bench bench-drafting bench-server dev package golden fidelity bench-transformers neighbours debug sanitize clean
+.PHONY: demo test test-peers architectures lint format stubs bench bench-drafting bench-server dev package golden fidelity bench-transformers neighbours debug sanitize clean
 
 # Debian keeps venv and the headers in packages of their own.
 define HAVE_PYTHON
@@ -69,6 +70,15 @@ $(ARCHS): $(VENV)/.installed tests/archs/CMakeLists.txt tests/archs/load_backend
 
 test: $(VENV)/.installed $(ARCHS)
 	$(BIN)/python -m pytest
+
+# The library that trains drafters against a server of ours: `make test-peers TORCH=...` chooses its torch.
+.venv-speculators/.installed: | python
+	$(PYTHON) -m venv .venv-speculators
+	.venv-speculators/bin/python -m pip install --quiet $(TORCH) speculators==0.9.0
+	touch $@
+
+test-peers: $(VENV)/.installed .venv-speculators/.installed
+	$(BIN)/python -m pytest tests/python/test_peer_speculators.py
 
 architectures: $(ARCHS)
 	$(BIN)/python tools/architecture_table.py
