@@ -43,7 +43,7 @@ def test_a_trainer_reads_the_states_of_its_prompts(
     (work / "prompts.json").write_text(json.dumps(prompts))
     options = ServerOptions(verifier=VerifierOptions(folder=folder, layers=LAYERS, dtype=dtype))
     with running([tiny_options(tiny_path)], options) as server:
-        command = [
+        command: list[str | Path] = [
             TRAINER,
             ROOT / "tests" / "peers" / "trainer.py",
             way,
