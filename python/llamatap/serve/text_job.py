@@ -143,7 +143,7 @@ class TextJob(ABC):
             "repeat_penalty": body.repetition_penalty or 1.0,
             "frequency_penalty": body.frequency_penalty or 0.0,
             "presence_penalty": body.presence_penalty or 0.0,
-            "stop": body.stop or (),
+            "stop": () if body.stop is None else body.stop,
             "stop_tokens": body.stop_token_ids or (),
             "ignore_eos": bool(body.ignore_eos),
             "logprobs": self.n_logprobs,
