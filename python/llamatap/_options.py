@@ -22,7 +22,7 @@ from llamatap.sampler import Sampler, SamplerOptions
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["GenerateOptions", "checked_options", "new_prompt", "room_of"]
+__all__ = ["GenerateOptions", "checked_options", "new_prompt", "pieces_of", "room_of"]
 
 
 class GenerateOptions(SamplerOptions, total=False):
@@ -113,7 +113,7 @@ def new_prompt(
     if any(sampling.get(key, off) != off for key, off in _PENALTIES.items()):
         for token in tokens[-sampling.get("penalty_last_n", 64) :].tolist():
             sampler.accept(token)
-    text = TextStream(_pieces(model), options.stop)
+    text = TextStream(pieces_of(model), options.stop)
     return Prompt(index, tokens, options, sampler, text, min(len(tokens) + options.max_tokens, room))
 
 
@@ -137,7 +137,8 @@ def _stop_tokens(model: Model, tokens: Iterable[int]) -> tuple[int, ...]:
     return tuple(integer("a stop token", token, 0, model.n_vocab - 1) for token in tokens)
 
 
-def _pieces(model: Model) -> Callable[[int], bytes]:
+def pieces_of(model: Model) -> Callable[[int], bytes]:
+    """What a token adds to a text: of special ones, and where there is no vocabulary, nothing."""
     native = model.native
     try:
         native.piece(0, False)

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ class Running:
     app: FastAPI
     url: str
     client: httpx.Client
+    #: Ends the server, as a signal would, and waits until it has ended.
+    stop: Callable[[], None]
 
     @property
     def state(self) -> Server:
@@ -69,16 +71,20 @@ def running(models: Sequence[ModelOptions], options: ServerOptions | None = None
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=20))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
+
+    def stop() -> None:
+        server.should_exit = True
+        thread.join()
+
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
         while not server.started and thread.is_alive():
             time.sleep(0.01)
         headers = {"Authorization": f"Bearer {options.api_key}"} if options and options.api_key else {}
         with httpx.Client(base_url=url, headers=headers, timeout=60) as client:
-            yield Running(app, url, client)
+            yield Running(app, url, client, stop)
     finally:
-        server.should_exit = True
-        thread.join()
+        stop()
         listener.close()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
@@ -10,13 +10,16 @@ import anyio.to_thread
 import orjson
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.types import Send
 
 from llamatap.generation import Event, Generation
+from llamatap.serve.chat_job import ChatJob
+from llamatap.serve.completion_job import CompletionJob
 from llamatap.serve.disconnect import unless_gone
 from llamatap.serve.errors import ApiError, ErrorResponse, api_error
 from llamatap.serve.openai_schema import ChatRequest, CompletionRequest, ModelCard, ModelList
 from llamatap.serve.state import Server, server_of
-from llamatap.serve.text_job import ChatJob, CompletionJob, TextJob
+from llamatap.serve.text_job import TextJob
 
 __all__ = ["router"]
 
@@ -70,11 +73,11 @@ async def chat(request: Request, body: ChatRequest) -> Response:
 
 async def _answer(request: Request, server: Server, job: TextJob) -> Response:
     if job.body.stream:
-        events = job.events()
         await anyio.to_thread.run_sync(job.prepare)
+        events = job.events()
         # What is wrong with the request shows before the first event, and is a status then.
         first = await unless_gone(request, anext(events))
-        return StreamingResponse(_stream(job, first, events), media_type="text/event-stream")
+        return _EventStream(job, first, events)
 
     async def whole() -> Response:
         await anyio.to_thread.run_sync(job.prepare)
@@ -88,14 +91,28 @@ async def _answer(request: Request, server: Server, job: TextJob) -> Response:
     return await unless_gone(request, whole())
 
 
+class _EventStream(StreamingResponse):
+    """Server-sent events: a chunk for each piece of text."""
+
+    def __init__(
+        self, job: TextJob, first: tuple[int, Event], events: AsyncGenerator[tuple[int, Event], None]
+    ) -> None:
+        super().__init__(_stream(job, first, events), media_type="text/event-stream")
+        self._events = events
+
+    async def stream_response(self, send: Send) -> None:
+        # A client that goes away frees its texts' places at once, wherever the stream happens to be.
+        async with aclosing(self._events):
+            await super().stream_response(send)
+
+
 def _line(content: object) -> bytes:
     return b"data: " + orjson.dumps(content) + b"\n\n"
 
 
 async def _stream(
-    job: TextJob, first: tuple[int, Event], events: AsyncIterator[tuple[int, Event]]
+    job: TextJob, first: tuple[int, Event], events: AsyncGenerator[tuple[int, Event], None]
 ) -> AsyncIterator[bytes]:
-    """Server-sent events: a chunk for each piece of text."""
     done: dict[int, Generation] = {}
     try:
         for chunk in job.opening():
@@ -109,11 +126,9 @@ async def _stream(
                 yield _line(chunk)
             if event.final is not None:
                 done[choice] = event.final
-        if job.body.stream_options is not None and job.body.stream_options.include_usage:
-            yield _line(job.frame([]) | {"usage": job.usage(done)})
+        if job.wants_usage:
+            yield _line(job.chunk([], usage=job.usage(done)))
         yield b"data: [DONE]\n\n"
     except Exception as error:
         found: ApiError = api_error(error)
         yield _line({"error": {"message": str(found), "type": found.kind, "code": found.code}})
-    finally:
-        await events.aclose()  # type: ignore[attr-defined]

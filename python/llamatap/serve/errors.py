@@ -87,7 +87,9 @@ def _validation_message(error: RequestValidationError) -> str:
         if problem["type"] == "json_invalid":
             return f"the body is no JSON: {problem.get('ctx', {}).get('error', problem['msg'])}"
         where = ".".join(str(part) for part in problem["loc"] if part != "body") or "the body"
-        if problem["type"] == "extra_forbidden":
+        if problem["type"] == "unserved":
+            found.append(f"{where} {problem['msg']}; leave it out")
+        elif problem["type"] == "extra_forbidden":
             found.append(f"{where} is no field of this request")
         else:
             found.append(f"{where}: {problem['msg']}")

@@ -8,11 +8,36 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 __all__ = ["ChatRequest", "CompletionRequest", "ModelList", "Sampling"]
 
 Ids = list[Annotated[int, Field(ge=0, le=2**31 - 1)]]
+
+
+class Unserved:
+    """Annotates a field of OpenAI's, or of a server like it, that is not served: clients send many of them
+    with values that ask for nothing, and those are taken.
+
+    :param values: such values, besides null.
+    """
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+    def _check(self, value: Any) -> Any:
+        # 0 is not False, and 1 not True.
+        if value is None or any(value == one and type(value) is type(one) for one in self.values):
+            return value
+        raise PydanticCustomError("unserved", "is not supported here")
+
+    def __get_pydantic_core_schema__(self, _: Any, __: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(self, _: CoreSchema, __: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"enum": [None, *self.values], "description": "not served"}
 
 
 class StreamOptions(BaseModel):
@@ -37,7 +62,7 @@ class Sampling(BaseModel):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
-    seed: int | None = Field(None, ge=0, le=2**32 - 2)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="of the random numbers")
     stop: str | list[str] | None = Field(
         None, description="strings that end the text, and are not part of it"
     )
@@ -62,6 +87,14 @@ class Sampling(BaseModel):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    logit_bias: Annotated[Any, Unserved({})] = None
+    include_stop_str_in_output: Annotated[Any, Unserved(False)] = None
+    min_tokens: Annotated[Any, Unserved(0)] = None
+    prompt_logprobs: Annotated[Any, Unserved()] = None
+    response_format: Annotated[Any, Unserved({"type": "text"})] = None
+    skip_special_tokens: Annotated[Any, Unserved(True)] = None
+    spaces_between_special_tokens: Annotated[Any, Unserved(True)] = None
+    echo: Annotated[Any, Unserved(False)] = None
 
 
 class CompletionRequest(Sampling):
@@ -69,6 +102,8 @@ class CompletionRequest(Sampling):
 
     prompt: str | Ids | list[str] | list[Ids] = Field(description="text, token ids, or a list of either")
     logprobs: int | None = Field(None, ge=0, le=20, description="of so many likely tokens at each place")
+    best_of: int | None = Field(None, ge=1, description="1, or as n: no other texts are generated")
+    suffix: Annotated[Any, Unserved("")] = None
 
 
 class TextPart(BaseModel):
@@ -95,6 +130,17 @@ class ChatRequest(Sampling):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the template")
+    audio: Annotated[Any, Unserved()] = None
+    function_call: Annotated[Any, Unserved("none", "auto")] = None
+    functions: Annotated[Any, Unserved([])] = None
+    modalities: Annotated[Any, Unserved(["text"])] = None
+    parallel_tool_calls: Annotated[Any, Unserved(True, False)] = None
+    prediction: Annotated[Any, Unserved()] = None
+    reasoning_effort: Annotated[Any, Unserved()] = None
+    tool_choice: Annotated[Any, Unserved("none", "auto")] = None
+    tools: Annotated[Any, Unserved([])] = None
+    verbosity: Annotated[Any, Unserved()] = None
+    web_search_options: Annotated[Any, Unserved()] = None
 
 
 class ModelCard(BaseModel):

@@ -16,18 +16,16 @@ from numpy.typing import NDArray
 
 from llamatap import layers as layer_ids
 from llamatap._prompts import prompt_tokens
-from llamatap.errors import InvalidInputError
 from llamatap.generate import GenerateOptions
 from llamatap.generation import Event, Generation, TokenLogprobs
 from llamatap.layers import LayerId
-from llamatap.model import Model
 from llamatap.serve.errors import ApiError
-from llamatap.serve.openai_schema import ChatRequest, CompletionRequest, Sampling
+from llamatap.serve.openai_schema import Sampling
 from llamatap.serve.payload import as_lists
 from llamatap.serve.state import Server
 from llamatap.serve.worker import ModelWorker
 
-__all__ = ["ChatJob", "CompletionJob", "TextJob"]
+__all__ = ["TextJob", "finite"]
 
 _FINISH = {"stop": "stop", "length": "length", "context": "length", "cancelled": "length"}
 
@@ -53,8 +51,8 @@ class TextJob(ABC):
         self.prompts: list[NDArray[np.int32]] = []
         self.layer: LayerId | None = None
         self.verifier_layers: tuple[LayerId, ...] = ()
-        #: Of the streamed texts, the characters that were sent.
-        self.sent: dict[int, int] = {}
+        if body.stream_options is not None and not body.stream:
+            raise ApiError.invalid("stream_options is of stream, which is not asked for")
         if body.return_hidden_states:
             if body.stream:
                 raise ApiError.invalid(
@@ -91,7 +89,7 @@ class TextJob(ABC):
 
     @abstractmethod
     def delta(self, index: int, text: str, logprobs: TokenLogprobs | None) -> dict[str, Any]:
-        """A piece of a streamed one."""
+        """A piece of a streamed one. Of each token once, in order."""
 
     def prepare(self) -> None:
         """Tokenise; off the event loop, for it may be long work.
@@ -114,7 +112,7 @@ class TextJob(ABC):
                 final_norm=self.model.layer_map.has_norm,
             )
             (self.layer,) = layer_ids.normalize(found, self.model.n_layer)
-            rows = max(len(one) for one in self.prompts) + (self.max_tokens or self.worker.text_room)
+            rows = sum(len(one) + self._most_tokens(one) for one in self.prompts)
             limit = self.server.options.max_response_bytes
             if self.body.return_hidden_states is True and 4 * rows * self.model.n_embd > limit:
                 raise ApiError(
@@ -130,11 +128,14 @@ class TextJob(ABC):
                 raise ApiError.invalid("a verifier takes one prompt a request")
             self.verifier_layers = verifier.layers(self.model)
 
+    def _most_tokens(self, prompt: NDArray[np.int32]) -> int:
+        """That may be generated after a prompt. A request that does not say gets its share of the context."""
+        return self.max_tokens or max(self.worker.text_room - len(prompt), 1)
+
     def _options(self, prompt: NDArray[np.int32], number: int) -> GenerateOptions:
         body = self.body
-        room = max(self.worker.text_room - len(prompt), 1)
         options: GenerateOptions = {
-            "max_tokens": self.max_tokens or room,
+            "max_tokens": self._most_tokens(prompt),
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "top_k": max(body.top_k or 0, 0),
@@ -142,7 +143,7 @@ class TextJob(ABC):
             "repeat_penalty": body.repetition_penalty or 1.0,
             "frequency_penalty": body.frequency_penalty or 0.0,
             "presence_penalty": body.presence_penalty or 0.0,
-            "stop": body.stop or (),
+            "stop": () if body.stop is None else body.stop,
             "stop_tokens": body.stop_token_ids or (),
             "ignore_eos": bool(body.ignore_eos),
             "logprobs": self.n_logprobs,
@@ -158,14 +159,12 @@ class TextJob(ABC):
             options["prompt_states"] = bool(self.verifier_layers) or body.return_hidden_states is True
         return options
 
-    async def events(self) -> AsyncGenerator[tuple[int, Event], None]:
+    def events(self) -> AsyncGenerator[tuple[int, Event], None]:
         """Events of all texts, with their choice's number; after :meth:`prepare`."""
-        texts = [
-            (prompt, self._options(prompt, number))
-            for number, prompt in enumerate(prompt for prompt in self.prompts for _ in range(self.n))
-        ]
-        async for pair in self.worker.generate(texts):
-            yield pair
+        prompts = [prompt for prompt in self.prompts for _ in range(self.n)]
+        return self.worker.generate(
+            [(prompt, self._options(prompt, number)) for number, prompt in enumerate(prompts)]
+        )
 
     # What is sent.
 
@@ -183,20 +182,33 @@ class TextJob(ABC):
         """Chunks before all others."""
         return []
 
-    def besides(self, done: dict[int, Generation]) -> dict[str, Any]:
+    def besides(self) -> dict[str, Any]:
         """Further fields of the whole answer."""
         return {}
 
     def chunks(self, index: int, event: Event) -> list[dict[str, Any]]:
         """The chunks of an event."""
         found = []
-        if event.text or (event.logprobs is not None and event.token >= 0):
-            found.append(self.delta(index, event.text, event.logprobs))
+        has_token = event.token >= 0
+        ids = {"token_ids": [event.token] if has_token else []} if self.body.return_token_ids else {}
+        if event.text or (has_token and (ids or event.logprobs is not None)):
+            found.append(self.delta(index, event.text, event.logprobs if has_token else None) | ids)
         if event.final is not None:
             last = self.delta(index, "", None)
             last["finish_reason"] = _FINISH[event.final.finish_reason]
-            found.append(last)
-        return [self.frame([one]) for one in found]
+            found.append(last | {"token_ids": []} if ids else last)
+        return [self.chunk([one]) for one in found]
+
+    def chunk(self, choices: list[dict[str, Any]], **more: object) -> dict[str, Any]:
+        """An event of a stream."""
+        # Where usage is asked for, all chunks have it: null but in the last one.
+        usage = {"usage": None} if self.wants_usage else {}
+        return self.frame(choices) | usage | more
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with what it took."""
+        return self.body.stream_options is not None and self.body.stream_options.include_usage
 
     def usage(self, done: dict[int, Generation]) -> dict[str, int]:
         """Tokens; a prompt with several texts counts once."""
@@ -220,7 +232,7 @@ class TextJob(ABC):
                 choice["hidden_states"] = self._hidden_states(found)
             choices.append(choice)
         content = self.frame(choices, whole=True) | {"usage": self.usage(done)}
-        content |= self.besides(done)
+        content |= self.besides()
         if self.verifier_layers:
             content["kv_transfer_params"] = {"hidden_states_path": self._leave_file(done[0])}
         return Response(orjson.dumps(content), media_type="application/json")
@@ -230,12 +242,12 @@ class TextJob(ABC):
         assert self.layer is not None
         assert found.states is not None
         rows = found.states[self.layer]
-        _finite(rows)
+        _check_finite(rows)
         if self.body.return_hidden_states == "last":
             return as_lists(rows[-1]) if len(rows) else orjson.Fragment(b"null")
         assert found.prompt_states is not None
         prompt = found.prompt_states[self.layer]
-        _finite(prompt)
+        _check_finite(prompt)
         entries = [as_lists(prompt), *(as_lists(row) for row in rows)]
         return orjson.Fragment(b"[" + b",".join(orjson.dumps(one) for one in entries) + b"]")
 
@@ -244,160 +256,17 @@ class TextJob(ABC):
         assert verifier is not None
         assert found.prompt_states is not None
         states = found.prompt_states.select(self.verifier_layers)
-        _finite(states.array)
+        _check_finite(states.array)
         return str(verifier.leave(states))
 
 
-def _finite(array: NDArray[Any]) -> None:
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can hold; OpenAI's own stand-in for what cannot be."""
+    return max(logprob, -9999.0)
+
+
+def _check_finite(array: NDArray[Any]) -> None:
     if not np.isfinite(array).all():
         raise ApiError(
             422, "model_error", "not_finite", "the states hold NaN or infinity; see `llamatap info`"
         )
-
-
-class CompletionJob(TextJob):
-    """Of ``/v1/completions``."""
-
-    kind = chunk_kind = "text_completion"
-    prefix = "cmpl"
-    body: CompletionRequest
-
-    @property
-    def n_logprobs(self) -> int | None:
-        return self.body.logprobs
-
-    @property
-    def max_tokens(self) -> int | None:
-        return self.body.max_tokens or 16
-
-    def inputs(self) -> list[str | Sequence[int]]:
-        prompt = self.body.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if not prompt:
-            raise ApiError.invalid("the prompt is empty")
-        if isinstance(prompt[0], int):
-            return [prompt]  # type: ignore[list-item]
-        return list(prompt)  # type: ignore[arg-type]
-
-    def choice(self, index: int, found: Generation) -> dict[str, Any]:
-        choice: dict[str, Any] = {
-            "index": index,
-            "text": found.text,
-            "logprobs": None if found.logprobs is None else self._logprobs(found.logprobs, 0),
-        }
-        if self.body.return_token_ids:
-            choice["prompt_token_ids"] = found.prompt.tolist()
-        return choice
-
-    def delta(self, index: int, text: str, logprobs: TokenLogprobs | None) -> dict[str, Any]:
-        offset = self.sent.get(index, 0)
-        self.sent[index] = offset + len(text)
-        found = None if logprobs is None else self._logprobs([logprobs], offset)
-        return {"index": index, "text": text, "logprobs": found, "finish_reason": None}
-
-    def _logprobs(self, logprobs: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
-        texts = [_text(self.model, one.token) for one in logprobs]
-        offsets = [offset + length for length in np.cumsum([0, *map(len, texts)])[:-1].tolist()]
-        return {
-            "tokens": texts,
-            "token_logprobs": [one.logprob for one in logprobs],
-            "top_logprobs": [
-                {_text(self.model, token): logprob for token, logprob in one.top} for one in logprobs
-            ],
-            "text_offset": offsets,
-        }
-
-
-class ChatJob(TextJob):
-    """Of ``/v1/chat/completions``."""
-
-    kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
-    prefix = "chatcmpl"
-    body: ChatRequest
-
-    def __init__(self, server: Server, worker: ModelWorker, body: ChatRequest) -> None:
-        super().__init__(server, worker, body)
-        if body.top_logprobs is not None and not body.logprobs:
-            raise ApiError.invalid("top_logprobs needs logprobs: true")
-        if body.continue_final_message and body.add_generation_prompt:
-            raise ApiError.invalid(
-                "continue_final_message and add_generation_prompt exclude each other: set the latter to false"
-            )
-
-    @property
-    def n_logprobs(self) -> int | None:
-        return (self.body.top_logprobs or 0) if self.body.logprobs else None
-
-    @property
-    def max_tokens(self) -> int | None:
-        return self.body.max_completion_tokens or self.body.max_tokens
-
-    def inputs(self) -> list[str | Sequence[int]]:
-        messages: list[dict[str, Any]] = []
-        for message in self.body.messages:
-            one = message.model_dump(exclude_none=True)
-            if isinstance(message.content, list):
-                one["content"] = "".join(part.text for part in message.content)
-            messages.append(one)
-        variables = self.body.chat_template_kwargs or {}
-        if taken := {"messages", "add_generation_prompt", "template"} & variables.keys():
-            raise ApiError.invalid(
-                f"chat_template_kwargs holds {', '.join(sorted(taken))}, a field of its own"
-            )
-        text = self.model.apply_chat_template(messages, self.body.add_generation_prompt, **variables)
-        if self.body.continue_final_message:
-            last = str(messages[-1].get("content", "")).strip()
-            at = text.rfind(last)
-            if not last or at < 0:
-                raise InvalidInputError(
-                    "continue_final_message: the chat template does not show the last message as it is"
-                )
-            text = text[: at + len(last)]
-        return [text]
-
-    def choice(self, index: int, found: Generation) -> dict[str, Any]:
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": found.text, "refusal": None},
-            "logprobs": None if found.logprobs is None else self._logprobs(found.logprobs),
-        }
-
-    def besides(self, done: dict[int, Generation]) -> dict[str, Any]:
-        # vLLM has the prompt's ids in each choice of a completion, but here of a chat.
-        return {"prompt_token_ids": done[0].prompt.tolist()} if self.body.return_token_ids else {}
-
-    def opening(self) -> list[dict[str, Any]]:
-        opening = {"role": "assistant", "content": ""}
-        return [
-            self.frame([{"index": i, "delta": opening, "logprobs": None, "finish_reason": None}])
-            for i in range(self.n)
-        ]
-
-    def delta(self, index: int, text: str, logprobs: TokenLogprobs | None) -> dict[str, Any]:
-        found = None if logprobs is None else self._logprobs([logprobs])
-        delta = {"content": text} if text or found else {}
-        return {"index": index, "delta": delta, "logprobs": found, "finish_reason": None}
-
-    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        return {
-            "content": [
-                self._logprob(one.token, one.logprob)
-                | {"top_logprobs": [self._logprob(token, logprob) for token, logprob in one.top]}
-                for one in logprobs
-            ]
-        }
-
-    def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
-        data = self.model.token_bytes(token)
-        return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
-
-
-def _text(model: Model, token: int) -> str:
-    """A token in lists of log-probabilities; what is no text of its own is spelled as OpenAI spells it."""
-    data = model.token_bytes(token)
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

@@ -151,6 +151,11 @@ class ModelWorker:
     def _check_room(self, n: int) -> None:
         if not self.works:
             raise ApiError(503, "unavailable_error", "shutting_down", "the server is shutting down")
+        if n > self.max_queue:
+            # No time is right for it.
+            raise ApiError.invalid(
+                f"{n} prompts in a request; {self.name} takes {self.max_queue} at most", "too_many_inputs"
+            )
         waiting = self.waiting
         if waiting + n > self.max_queue:
             seconds = min(max(math.ceil(waiting * self._pace), 1), 60)
@@ -311,10 +316,10 @@ class ModelWorker:
 
     def _generate_some(self) -> int:
         """Let waiting texts in, and do a round of all. How many texts it ended."""
-        with self._changed:
-            texts, self._texts = self._texts, deque()
-        for text in texts:
-            self._admit(text)
+        while self._texts:
+            # It waits until it is let in: a context may have to be made first.
+            self._admit(self._texts[0])
+            self._texts.popleft()
         for index, text in self._live.items():
             if text.gone.is_set():
                 assert self._session is not None
@@ -326,8 +331,10 @@ class ModelWorker:
             events = self._session.step()
         except Exception as error:
             _logger.exception("generation with %s failed", self.name)
+            # Whatever it is, it is not the request's fault.
+            failure = ApiError(500, "internal_error", "generation_failed", f"generation failed: {error}")
             for index in self._session.dropped:
-                self._live.pop(index).deliver(error)
+                self._live.pop(index).deliver(failure)
             return 0
         for event in events:
             self._live[event.index].deliver(event)

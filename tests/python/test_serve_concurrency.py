@@ -1,0 +1,300 @@
+"""Many clients at once, clients that go away, failures under way, and the end of a server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from completing import Client, alone, async_client, client_of, slow_down, wait_until_free
+from conftest import relative
+from generating import EXACT
+from serving import Running, running, tiny_options
+from tiny import TinyLlama
+
+import llamatap as lt
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+#: Of sixteen clients each its own: a prompt, options of lt.generate, and a request's further fields.
+MANY: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    (
+        f"{number} prompts " * (1 + number % 5),
+        {
+            "max_tokens": 8 + 5 * (number % 7),
+            "temperature": 0.0 if number % 3 == 0 else 0.5 + number / 20,
+            "seed": number,
+            "frequency_penalty": 0.5 if number % 4 == 1 else 0.0,
+            "top_p": 0.9 if number % 4 == 2 else 1.0,
+        },
+        {"stream": True} if number % 2 else {"extra_body": {"return_hidden_states": True}},
+    )
+    for number in range(16)
+]
+
+
+@pytest.fixture(scope="module")
+def path(tiny: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write(tmp_path_factory.mktemp("company") / "tiny.gguf", chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def server(path: Path) -> Iterator[Running]:
+    with running([tiny_options(path, context=EXACT, parallel=5)]) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[Client]:
+    with client_of(server) as found:
+        yield found
+
+
+@pytest.fixture
+def single(path: Path) -> Iterator[Running]:
+    """A server of one text at a time."""
+    with running([tiny_options(path, context=EXACT, parallel=1)]) as found:
+        yield found
+
+
+async def answer(client: Client, number: int) -> tuple[str, Any]:
+    """The text of one of many clients, and its states if it asked for any."""
+    prompt, options, more = MANY[number]
+    if number % 4 < 2:
+        found = await client.completions.create(model="tiny", prompt=prompt, **options, **more)
+    else:
+        messages = [{"role": "user", "content": prompt}]
+        found = await client.chat.completions.create(model="tiny", messages=messages, **options, **more)
+    if "stream" not in more:
+        (choice,) = found.choices
+        text = choice.text if number % 4 < 2 else choice.message.content
+        return text, choice.hidden_states
+    pieces = []
+    async for chunk in found:
+        (choice,) = chunk.choices
+        pieces.append(choice.text if number % 4 < 2 else choice.delta.content or "")
+    return "".join(pieces), None
+
+
+def test_sixteen_clients_at_once_get_what_each_gets_alone(server: Running, tiny_model: lt.Model) -> None:
+    async def all_of_them() -> list[tuple[str, Any]]:
+        async with async_client(server) as client:
+            return await asyncio.gather(*(answer(client, number) for number in range(16)))
+
+    found = asyncio.run(all_of_them())
+    with lt.Extractor(tiny_model, **EXACT) as extractor:
+        for (prompt, options, _), (text, states) in zip(MANY, found, strict=True):
+            (expected,) = alone(tiny_model, prompt, **options)
+            assert text == expected.text
+            if states is not None:
+                tokens = [*expected.prompt.tolist(), *expected.tokens.tolist()]
+                rows = extractor(tokens, layers=["norm"])["norm"]
+                of_prompt, *of_tokens = states
+                assert relative(np.array([*of_prompt, *of_tokens]), rows) < 1e-4
+    wait_until_free(server)
+
+
+def long_text(client: Client, **options: Any) -> Any:
+    body = {"ignore_eos": True}
+    return client.completions.create(
+        model="tiny", **{"prompt": "a", "max_tokens": 1500, "temperature": 0, "extra_body": body, **options}
+    )
+
+
+def test_a_stream_that_is_closed_frees_its_place(single: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_down(monkeypatch, 0.01)
+    with client_of(single) as client:
+        for n in (1, 3):
+            stream = long_text(client, stream=True, n=n)
+            for _ in range(5):
+                next(stream)
+            assert single.worker.waiting == n
+            stream.close()
+            # 1500 tokens would take 15 seconds.
+            wait_until_free(single, 2)
+            assert long_text(client, max_tokens=3).usage.completion_tokens == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("chat", [False, True])
+def test_requests_that_are_cancelled_free_their_place(
+    single: Running, monkeypatch: pytest.MonkeyPatch, stream: bool, chat: bool
+) -> None:
+    slow_down(monkeypatch, 0.01)
+
+    async def give_up() -> None:
+        async with async_client(single) as client:
+            if chat:
+                messages = [{"role": "user", "content": "a"}]
+                request = client.chat.completions.create(
+                    model="tiny", messages=messages, max_tokens=1500, extra_body={"ignore_eos": True}
+                )
+            else:
+                request = long_text(client)
+            # The first one is under way, all others wait and have had nothing.
+            tasks = [asyncio.create_task(request)]
+            while single.worker.waiting < 1:
+                await asyncio.sleep(0.01)
+            tasks += [asyncio.create_task(long_text(client, stream=stream)) for _ in range(3)]
+            while single.worker.waiting < 4:
+                await asyncio.sleep(0.01)
+            for task in (*tasks[1:], tasks[0]):
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(give_up())
+    wait_until_free(single, 2)
+    with client_of(single) as client:
+        assert long_text(client, max_tokens=3).usage.completion_tokens == 3
+
+
+def test_a_text_that_waits_streams_after_the_one_before_it(
+    single: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_down(monkeypatch, 0.005)
+
+    async def times() -> list[tuple[float, float]]:
+        async with async_client(single) as client:
+
+            async def one() -> tuple[float, float]:
+                stream = await long_text(client, max_tokens=40, stream=True)
+                seen = [time.monotonic() async for _ in stream]
+                return seen[0], seen[-1]
+
+            return await asyncio.gather(*(one() for _ in range(3)))
+
+    spans = sorted(asyncio.run(times()))
+    # Each goes on for 40 rounds, and the next begins when it ends.
+    assert all(last - first > 0.15 for first, last in spans)
+    for (_, last), (first, _) in pairwise(spans):
+        assert first > last - 0.05
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_decode_that_fails_is_an_error_of_those_under_way(
+    path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    decode = lt.Context._decode
+    failing = threading.Event()
+
+    def fails_once(context: lt.Context, batch: lt.Batch) -> None:
+        time.sleep(0.005)
+        if failing.is_set():
+            failing.clear()
+            raise lt.EngineError("the cause")
+        decode(context, batch)
+
+    monkeypatch.setattr(lt.Context, "_decode", fails_once)
+    with running([tiny_options(path, context=EXACT, parallel=2)]) as server, client_of(server) as client:
+        text = long_text(client, max_tokens=5).choices[0].text
+        if stream:
+            found = long_text(client, stream=True)
+            assert next(found).choices[0].text != ""
+            failing.set()
+            with pytest.raises(openai.APIError, match="generation failed: the cause") as raised:
+                list(found)
+            assert not isinstance(raised.value, openai.APIStatusError)
+            assert raised.value.type == "internal_error"
+            assert raised.value.code == "generation_failed"
+            # Before the first event it is a status.
+            failing.set()
+            with pytest.raises(openai.InternalServerError, match="the cause"):
+                long_text(client, stream=True)
+        else:
+            # One waits for the two under way, and is answered.
+            threads = []
+            errors: list[BaseException | None] = []
+
+            def ask() -> None:
+                try:
+                    long_text(client, max_tokens=100)
+                    errors.append(None)
+                except openai.InternalServerError as error:
+                    errors.append(error)
+
+            for _ in range(3):
+                threads.append(threading.Thread(target=ask))
+                threads[-1].start()
+            while server.worker.waiting < 3:
+                time.sleep(0.001)
+            time.sleep(0.05)
+            failing.set()
+            for thread in threads:
+                thread.join()
+            failed = [error for error in errors if error is not None]
+            assert len(failed) == 2
+            assert all(error.code == "generation_failed" for error in failed)  # type: ignore[attr-defined]
+        wait_until_free(server)
+        assert long_text(client, max_tokens=5).choices[0].text == text
+
+
+def test_a_drafter_that_fails_is_not_the_requests_fault(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bad(*_: Any) -> Any:
+        raise lt.InvalidInputError("no draft")
+
+    with running([tiny_options(path, context=EXACT, drafter="ngram")]) as server, client_of(server) as client:
+        with monkeypatch.context() as broken:
+            broken.setattr(lt.NGramDrafter, "draft", bad)
+            with pytest.raises(openai.InternalServerError, match="no draft"):
+                long_text(client, max_tokens=5)
+        assert long_text(client, max_tokens=5).usage.completion_tokens == 5
+
+
+def test_the_event_loop_is_free_while_much_is_computed(path: Path) -> None:
+    with running([tiny_options(path, n_ctx=4096, parallel=2)]) as server, client_of(server) as client:
+        threads = [
+            threading.Thread(target=long_text, args=(client,), kwargs={"max_tokens": 1900, "n": 2}),
+            threading.Thread(target=server.states, kwargs={"input": [[5] * 2000] * 16, "pooling": "mean"}),
+        ]
+        for thread in threads:
+            thread.start()
+        slowest, n_asked = 0.0, 0
+        while any(thread.is_alive() for thread in threads):
+            started = time.monotonic()
+            assert server.client.get("/health").json() == {"status": "ok"}
+            slowest = max(slowest, time.monotonic() - started)
+            n_asked += 1
+            time.sleep(0.01)
+        for thread in threads:
+            thread.join()
+        assert n_asked > 10
+        assert slowest < 0.5
+
+
+def test_texts_under_way_are_finished_when_the_server_ends(
+    path: Path, tiny_model: lt.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = alone(tiny_model, "a", max_tokens=150, ignore_eos=True)[0].text
+    slow_down(monkeypatch, 0.005)
+    texts: dict[int, str] = {}
+
+    def read(number: int, stream: Any) -> None:
+        texts[number] = "".join(chunk.choices[0].text for chunk in stream)
+
+    def whole(number: int) -> None:
+        texts[number] = long_text(client, max_tokens=150).choices[0].text
+
+    with running([tiny_options(path, context=EXACT, parallel=1)]) as server, client_of(server) as client:
+        stream = long_text(client, max_tokens=150, stream=True)
+        # The second one waits for the first.
+        threads = [threading.Thread(target=read, args=(0, stream)), threading.Thread(target=whole, args=(1,))]
+        for thread in threads:
+            thread.start()
+        while server.worker.waiting < 2:
+            time.sleep(0.001)
+        started = time.monotonic()
+        # What follows is the client's end, after the server's.
+        ending = threading.Thread(target=server.stop)
+        ending.start()
+        for thread in threads:
+            thread.join()
+        ending.join()
+    assert time.monotonic() - started > 1
+    assert texts == {0: expected, 1: expected}
