@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from serving import running, tiny_options
+from tiny import TinyLlama
 
 import llamatap as lt
 from llamatap.extract import Extractor
@@ -221,3 +223,34 @@ def test_models_that_cannot_be_served(tiny_path: Path, tmp_path: Path) -> None:
         create_app([ModelOptions(name="a", path=tmp_path / "none.gguf")])
     with pytest.raises(lt.ModelNotFoundError):
         create_app([tiny_options(tiny_path, drafter=str(tmp_path / "none.gguf"))])
+
+
+def test_a_text_whose_logits_are_no_numbers_ends_alone(tmp_path: Path, tiny_path: Path) -> None:
+    tiny = TinyLlama()
+    tiny.weights["token_embd.weight"][10] = np.nan
+    path = tiny.write(tmp_path / "nan.gguf")
+    prompts = [[5, 6, 7], [5, 10, 7], [8] * 20, [10], [9, 9]]
+    options: dict[str, Any] = {
+        "model": "tiny",
+        "max_tokens": 3,
+        "temperature": 0,
+        "return_token_ids": True,
+        "ignore_eos": True,
+    }
+    with running([tiny_options(tiny_path)]) as server:
+        expected = [
+            server.post("/v1/completions", prompt=one, **options)["choices"][0]["token_ids"]
+            for one in prompts
+        ]
+    with running([tiny_options(path)]) as server, ThreadPoolExecutor(8) as pool:
+        for _ in range(3):
+            found = list(
+                pool.map(
+                    lambda one: server.client.post("/v1/completions", json={**options, "prompt": one}),
+                    prompts,
+                )
+            )
+            assert [one.status_code for one in found] == [200, 500, 200, 500, 200]
+            for i in (0, 2, 4):
+                assert found[i].json()["choices"][0]["token_ids"] == expected[i]
+            assert "NaN" in found[1].json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""Files of states that completions leave for a trainer: whole, locked until then, and no more than allowed."""
+"""Files of states that completions leave for a trainer: whole, locked until then, no more than allowed."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_states_that_are_no_numbers_are_not_written(tmp_path: Path, folder: Path
     path = tiny.write(tmp_path / "nan.gguf")
     with running([tiny_options(path)], serving(folder)) as server:
         body = {"model": "tiny", "prompt": [9, 10, 11], "return_token_ids": True, "max_tokens": 1}
-        server.error("/v1/completions", 422, "model_error", **body)
+        server.error("/v1/completions", 500, "internal_error", **body)
         assert list(folder.iterdir()) == []
         read(ask(server, [9, 11]))
 

@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llamatap.errors import (
     ClosedError,
@@ -98,6 +99,7 @@ def _validation_message(error: RequestValidationError) -> str:
 
 def install(app: FastAPI) -> None:
     """Let all errors of an app be of this form."""
+    app.add_middleware(Failures)
 
     @app.exception_handler(ApiError)
     async def api(_: Request, error: ApiError) -> Response:
@@ -119,6 +121,24 @@ def install(app: FastAPI) -> None:
         found.headers.update(error.headers or {})
         return found
 
-    @app.exception_handler(Exception)
-    async def anything(_: Request, error: Exception) -> Response:
-        return error_response(api_error(error))
+
+class Failures:
+    """Middleware: an error that nothing else has caught is a response, too, and the connection goes on."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def noting(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noting)
+        except Exception as error:
+            if started or scope["type"] != "http":
+                raise
+            await error_response(api_error(error))(scope, receive, send)

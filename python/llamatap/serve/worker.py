@@ -73,6 +73,10 @@ class _Text:
     options: GenerateOptions
     deliver: Callable[[Event | BaseException], None]
     gone: threading.Event = field(default_factory=threading.Event)
+    #: Whether its events are sent as they come, so that it cannot begin again.
+    streamed: bool = False
+    #: Whether an event of it was delivered.
+    begun: bool = False
 
 
 class ModelWorker:
@@ -100,6 +104,7 @@ class ModelWorker:
         self._extractions: deque[Extraction] = deque()
         self._texts: deque[_Text] = deque()
         self._live: dict[int, _Text] = {}
+        self._suspects: deque[_Text] = deque()
         self._changed = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -139,7 +144,7 @@ class ModelWorker:
     @property
     def waiting(self) -> int:
         """Prompts that wait, and texts that are being generated."""
-        return len(self._extractions) + len(self._texts) + len(self._live)
+        return len(self._extractions) + len(self._texts) + len(self._suspects) + len(self._live)
 
     @property
     def works(self) -> bool:
@@ -187,12 +192,14 @@ class ModelWorker:
             raise
 
     async def generate(
-        self, texts: Sequence[tuple[NDArray[np.int32], GenerateOptions]]
+        self, texts: Sequence[tuple[NDArray[np.int32], GenerateOptions]], *, streamed: bool = False
     ) -> AsyncGenerator[tuple[int, Event], None]:
         """The events of texts, each with its text's number; closed before their end, they are cancelled and
         their places freed.
 
         :param texts: token ids and options.
+        :param streamed: whether somebody reads the events as they come. If not, a text that fails beside
+            others begins again by itself, and its events with it.
         :raises ApiError: too many are waiting, or the server is being closed.
         :raises Error: as of :func:`llamatap.generate`.
         """
@@ -205,7 +212,7 @@ class ModelWorker:
                 loop.call_soon_threadsafe(queue.put_nowait, (number, what))
 
         jobs = [
-            _Text(tokens, options, functools.partial(deliver, number))
+            _Text(tokens, options, functools.partial(deliver, number), streamed=streamed)
             for number, (tokens, options) in enumerate(texts)
         ]
         with self._changed:
@@ -229,9 +236,9 @@ class ModelWorker:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not (self._extractions or self._texts or self._live or self._stopping):
+                while not (self.waiting or self._stopping):
                     self._changed.wait()
-                if self._stopping and not (self._extractions or self._texts or self._live):
+                if not self.waiting:
                     return
             started = time.perf_counter()
             done = self._extract_some() + self._generate_some()
@@ -316,10 +323,15 @@ class ModelWorker:
 
     def _generate_some(self) -> int:
         """Let waiting texts in, and do a round of all. How many texts it ended."""
-        while self._texts:
-            # It waits until it is let in: a context may have to be made first.
-            self._admit(self._texts[0])
-            self._texts.popleft()
+        if self._suspects:
+            # Alone: one of those that failed together makes the others fail, and nobody knows which.
+            if not self._live:
+                self._admit(self._suspects.popleft())
+        else:
+            while self._texts:
+                # It waits until it is let in: a context may have to be made first.
+                self._admit(self._texts[0])
+                self._texts.popleft()
         for index, text in self._live.items():
             if text.gone.is_set():
                 assert self._session is not None
@@ -331,12 +343,10 @@ class ModelWorker:
             events = self._session.step()
         except Exception as error:
             _logger.exception("generation with %s failed", self.name)
-            # Whatever it is, it is not the request's fault.
-            failure = ApiError(500, "internal_error", "generation_failed", f"generation failed: {error}")
-            for index in self._session.dropped:
-                self._live.pop(index).deliver(failure)
+            self._fail([self._live.pop(index) for index in self._session.dropped], error)
             return 0
         for event in events:
+            self._live[event.index].begun = True
             self._live[event.index].deliver(event)
             if event.token >= 0:
                 self.metrics.tokens.labels(self.name, "generated").inc()
@@ -348,6 +358,17 @@ class ModelWorker:
                 self.metrics.tokens.labels(self.name, "accepted").inc(stats.accepted)
                 ended += 1
         return ended
+
+    def _fail(self, texts: Sequence[_Text], error: Exception) -> None:
+        """Tell texts that a round of theirs failed; those that nobody has read of yet are tried once more,
+        each alone."""
+        # Whatever it is, it is not the request's fault.
+        failure = ApiError(500, "internal_error", "generation_failed", f"generation failed: {error}")
+        for text in texts:
+            if len(texts) > 1 and not (text.streamed and text.begun):
+                self._suspects.append(text)
+            else:
+                text.deliver(failure)
 
     def _admit(self, text: _Text) -> None:
         if text.gone.is_set():
