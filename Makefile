@@ -1,5 +1,6 @@
 # make demo    shows what the project does, on a fresh machine
 # make test    runs the tests, on a fresh machine
+# make test-page  runs the tests of the server's page in a browser
 # make lint    ruff, mypy, clang-format, stubs
 # make bench   measures; prints ratios, writes bench/results/
 # make fidelity          every layer against transformers; writes docs/fidelity.md
@@ -23,7 +24,7 @@ export LLAMATAP_CACHE ?= $(abspath $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamat
 export CCACHE_BASEDIR ?= /
 export CCACHE_NOHASHDIR ?= true
 
-.PHONY: demo test architectures lint format stubs bench bench-drafting dev package golden fidelity bench-transformers neighbours debug sanitize clean
+.PHONY: demo test test-page architectures lint format stubs bench bench-drafting dev package golden fidelity bench-transformers neighbours debug sanitize clean
 
 # Debian keeps venv and the headers in packages of their own.
 define HAVE_PYTHON
@@ -68,6 +69,21 @@ $(ARCHS): $(VENV)/.installed tests/archs/CMakeLists.txt tests/archs/load_backend
 
 test: $(VENV)/.installed $(ARCHS)
 	$(BIN)/python -m pytest
+
+# A browser and its driver, as Debian packs them.
+.PHONY: browser
+browser:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver; \
+	  else \
+	    echo "chromium and chromedriver are needed: apt-get install chromium chromium-driver"; \
+	    exit 1; \
+	  fi; }
+
+test-page: $(VENV)/.installed | browser
+	$(PIP) install --quiet --group page
+	$(BIN)/python -m pytest tests/page
 
 architectures: $(ARCHS)
 	$(BIN)/python tools/architecture_table.py
