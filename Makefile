@@ -1,6 +1,7 @@
 # make demo    shows what the project does, on a fresh machine
 # make test    runs the tests, on a fresh machine
 # make test-peers  tests with libraries that want environments of their own: speculators
+# make test-page  runs the tests of the server's page in a browser
 # make lint    ruff, mypy, clang-format, stubs
 # make bench   measures; prints ratios, writes bench/results/
 # make fidelity          every layer against transformers; writes docs/fidelity.md
@@ -25,7 +26,7 @@ export LLAMATAP_CACHE ?= $(abspath $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamat
 export CCACHE_BASEDIR ?= /
 export CCACHE_NOHASHDIR ?= true
 
-.PHONY: demo test test-peers architectures lint format stubs bench bench-drafting bench-server dev package golden fidelity bench-transformers neighbours debug sanitize clean
+.PHONY: demo test test-peers test-page architectures lint format stubs bench bench-drafting bench-server dev package golden fidelity bench-transformers neighbours debug sanitize clean
 
 # Debian keeps venv and the headers in packages of their own.
 define HAVE_PYTHON
@@ -79,6 +80,21 @@ test: $(VENV)/.installed $(ARCHS)
 
 test-peers: $(VENV)/.installed .venv-speculators/.installed
 	$(BIN)/python -m pytest tests/python/test_peer_speculators.py
+
+# A browser and its driver, as Debian packs them.
+.PHONY: browser
+browser:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver; \
+	  else \
+	    echo "chromium and chromedriver are needed: apt-get install chromium chromium-driver"; \
+	    exit 1; \
+	  fi; }
+
+test-page: $(VENV)/.installed | browser
+	$(PIP) install --quiet --group page
+	$(BIN)/python -m pytest tests/page
 
 architectures: $(ARCHS)
 	$(BIN)/python tools/architecture_table.py

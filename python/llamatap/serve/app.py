@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from importlib.resources import files
 
 import anyio.to_thread
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import HTMLResponse
 
 from llamatap.errors import InvalidInputError
-from llamatap.serve import completions, errors, hidden_states
+from llamatap.serve import completions, errors, hidden_states, page
 from llamatap.serve.disconnect import ClientGoneError
 from llamatap.serve.limits import ApiKey, BodyLimit
 from llamatap.serve.metrics import Metrics, RequestMetrics
@@ -74,11 +72,7 @@ def create_app(models: Sequence[ModelOptions], options: ServerOptions | None = N
 
     app.include_router(hidden_states.router)
     app.include_router(completions.router)
-    page = files("llamatap.serve").joinpath("page.html").read_text("utf-8")
-
-    @app.get("/", include_in_schema=False)
-    async def heat_map() -> HTMLResponse:
-        return HTMLResponse(page)
+    app.include_router(page.make_router())
 
     @app.get("/health", responses={503: {"model": errors.ErrorResponse}})
     async def health() -> dict[str, str]:

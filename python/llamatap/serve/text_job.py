@@ -162,9 +162,8 @@ class TextJob(ABC):
     def events(self) -> AsyncGenerator[tuple[int, Event], None]:
         """Events of all texts, with their choice's number; after :meth:`prepare`."""
         prompts = [prompt for prompt in self.prompts for _ in range(self.n)]
-        return self.worker.generate(
-            [(prompt, self._options(prompt, number)) for number, prompt in enumerate(prompts)]
-        )
+        texts = [(prompt, self._options(prompt, number)) for number, prompt in enumerate(prompts)]
+        return self.worker.generate(texts, streamed=bool(self.body.stream))
 
     # What is sent.
 
