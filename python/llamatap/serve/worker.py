@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from llamatap._native import flush_log
 from llamatap.context import Context, ContextOptions
+from llamatap.errors import EngineError
 from llamatap.extract import Extractor
 from llamatap.generate import GenerateOptions
 from llamatap.generation import Event
@@ -283,13 +284,18 @@ class ModelWorker:
 
     def _extract_together(self, jobs: Sequence[Extraction]) -> None:
         layers = tuple(dict.fromkeys(layer for job in jobs for layer in job.layers))
-        found = self._extractor(
-            [job.tokens for job in jobs],
-            layers,
-            dtype=jobs[0].dtype,
-            window=[job.window for job in jobs],
-            pool=jobs[0].pooling,
-        )
+        try:
+            found = self._extractor(
+                [job.tokens for job in jobs],
+                layers,
+                dtype=jobs[0].dtype,
+                window=[job.window for job in jobs],
+                pool=jobs[0].pooling,
+            )
+        except EngineError:
+            # Its context may be of no more use; the next prompt gets another.
+            self._extractor.close()
+            raise
         for job, states in zip(jobs, found, strict=True):
             job.result.set_result(states.select(job.layers))
 
@@ -318,15 +324,7 @@ class ModelWorker:
         if not self._live or self._session is None:
             return 0
         ended = 0
-        try:
-            events = self._session.step()
-        except Exception as error:
-            _logger.exception("generation with %s failed", self.name)
-            # Whatever it is, it is not the request's fault.
-            failure = ApiError(500, "internal_error", "generation_failed", f"generation failed: {error}")
-            for index in self._session.dropped:
-                self._live.pop(index).deliver(failure)
-            return 0
+        events = self._step(self._session)
         for event in events:
             self._live[event.index].deliver(event)
             if event.token >= 0:
@@ -339,6 +337,30 @@ class ModelWorker:
                 self.metrics.tokens.labels(self.name, "accepted").inc(stats.accepted)
                 ended += 1
         return ended
+
+    def _step(self, session: Session) -> list[Event]:
+        """A round; of one that fails no events."""
+        try:
+            return session.step()
+        except Exception as error:
+            _logger.exception("generation with %s failed", self.name)
+            # Whatever it is, it is not the request's fault.
+            failure = ApiError(500, "internal_error", "generation_failed", f"generation failed: {error}")
+            for index in session.dropped or tuple(self._live):
+                self._live.pop(index).deliver(failure)
+            lost = isinstance(error, EngineError) or not session.dropped
+        if lost:
+            self._forget_session(session)
+        return []
+
+    def _forget_session(self, session: Session) -> None:
+        """After a failure inside of the engine a context is of no more use: those that wait get another."""
+        with suppress(Exception):
+            session.close()
+        self._session = None
+        with self._changed:
+            self._texts.extendleft(reversed(self._live.values()))
+            self._live.clear()
 
     def _admit(self, text: _Text) -> None:
         if text.gone.is_set():
