@@ -114,9 +114,13 @@ def test_the_answer_is_what_generate_says(
 def test_max_completion_tokens_goes_first(client: Client, server: Running) -> None:
     answer = create(client, max_completion_tokens=3, max_tokens=9, extra_body={"ignore_eos": True})
     assert answer.usage.completion_tokens == 3
-    # Without either: the text's share of the context.
-    answer = create(client, temperature=0, extra_body={"ignore_eos": True})
-    assert answer.usage.total_tokens == server.worker.text_room == 256
+    # Without either: the text's share of the context, or more of them after a long prompt.
+    assert server.worker.text_room == 256
+    for length, total in ((100, 256), (191, 256), (192, 512), (256, 512), (700, 768), (2000, 2048)):
+        talk = [{"role": "user", "content": "x" * (length - len("<[user][/user]\n[assistant]"))}]
+        answer = create(client, talk, temperature=0, extra_body={"ignore_eos": True})
+        assert answer.usage.prompt_tokens == length
+        assert answer.usage.total_tokens == total
 
 
 def test_the_async_client_and_several_texts(server: Running, tiny_model: lt.Model) -> None:

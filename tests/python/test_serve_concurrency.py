@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -183,12 +184,17 @@ def test_a_decode_that_fails_is_an_error_of_those_under_way(
 ) -> None:
     decode = lt.Context._decode
     failing = threading.Event()
+    broken: weakref.WeakSet[lt.Context] = weakref.WeakSet()
 
     def fails_once(context: lt.Context, batch: lt.Batch) -> None:
         time.sleep(0.005)
         if failing.is_set():
             failing.clear()
+            broken.add(context)
             raise lt.EngineError("the cause")
+        # As the engine's own contexts do after a failure.
+        if context in broken:
+            raise lt.EngineError("close this context and make another")
         decode(context, batch)
 
     monkeypatch.setattr(lt.Context, "_decode", fails_once)
@@ -235,6 +241,29 @@ def test_a_decode_that_fails_is_an_error_of_those_under_way(
         assert long_text(client, max_tokens=5).choices[0].text == text
 
 
+def test_an_extraction_that_fails_leaves_others_alone(
+    single: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extract = lt.Extractor.__call__
+    broken: list[lt.Context] = []
+
+    def fails(extractor: lt.Extractor, *inputs: Any, **options: Any) -> Any:
+        found = extract(extractor, *inputs, **options)
+        assert extractor._context is not None
+        if not broken:
+            broken.append(extractor._context)
+        if extractor._context in broken:
+            raise lt.EngineError("the cause")
+        return found
+
+    expected = single.states(input="a")
+    monkeypatch.setattr(lt.Extractor, "__call__", fails)
+    single.worker._extractor.close()
+    # Alone it is tried once more, in another context.
+    assert single.states(input="a") == expected
+    assert len(broken) == 1
+
+
 def test_a_drafter_that_fails_is_not_the_requests_fault(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def bad(*_: Any) -> Any:
         raise lt.InvalidInputError("no draft")
@@ -250,8 +279,8 @@ def test_a_drafter_that_fails_is_not_the_requests_fault(path: Path, monkeypatch:
 def test_the_event_loop_is_free_while_much_is_computed(path: Path) -> None:
     with running([tiny_options(path, n_ctx=4096, parallel=2)]) as server, client_of(server) as client:
         threads = [
-            threading.Thread(target=long_text, args=(client,), kwargs={"max_tokens": 1900, "n": 2}),
-            threading.Thread(target=server.states, kwargs={"input": [[5] * 2000] * 16, "pooling": "mean"}),
+            threading.Thread(target=long_text, args=(client,), kwargs={"max_tokens": 1000, "n": 2}),
+            threading.Thread(target=server.states, kwargs={"input": [[5] * 2000] * 8, "pooling": "mean"}),
         ]
         for thread in threads:
             thread.start()

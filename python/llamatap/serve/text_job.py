@@ -129,8 +129,11 @@ class TextJob(ABC):
             self.verifier_layers = verifier.layers(self.model)
 
     def _most_tokens(self, prompt: NDArray[np.int32]) -> int:
-        """That may be generated after a prompt. A request that does not say gets its share of the context."""
-        return self.max_tokens or max(self.worker.text_room - len(prompt), 1)
+        """That may be generated after a prompt. A request that does not say gets shares of the context, as
+        many as leave it a quarter of one."""
+        share = self.worker.text_room
+        shares = (len(prompt) + share // 4) // share + 1
+        return self.max_tokens or max(min(shares * share, self.worker.n_ctx) - len(prompt), 1)
 
     def _options(self, prompt: NDArray[np.int32], number: int) -> GenerateOptions:
         body = self.body

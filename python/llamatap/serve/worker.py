@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from llamatap._native import flush_log
 from llamatap.context import Context, ContextOptions
+from llamatap.errors import EngineError
 from llamatap.extract import Extractor
 from llamatap.generate import GenerateOptions
 from llamatap.generation import Event
@@ -300,13 +301,18 @@ class ModelWorker:
 
     def _states(self, jobs: Sequence[Extraction]) -> list[States]:
         layers = tuple(dict.fromkeys(layer for job in jobs for layer in job.layers))
-        found = self._extractor(
-            [job.tokens for job in jobs],
-            layers,
-            dtype=jobs[0].dtype,
-            window=[job.window for job in jobs],
-            pool=jobs[0].pooling,
-        )
+        try:
+            found = self._extractor(
+                [job.tokens for job in jobs],
+                layers,
+                dtype=jobs[0].dtype,
+                window=[job.window for job in jobs],
+                pool=jobs[0].pooling,
+            )
+        except EngineError:
+            # Its context may be of no more use; the next prompt gets another.
+            self._extractor.close()
+            raise
         return [states.select(job.layers) for job, states in zip(jobs, found, strict=True)]
 
     def _new_session(self) -> Session:
@@ -339,12 +345,7 @@ class ModelWorker:
         if not self._live or self._session is None:
             return 0
         ended = 0
-        try:
-            events = self._session.step()
-        except Exception as error:
-            _logger.exception("generation with %s failed", self.name)
-            self._fail([self._live.pop(index) for index in self._session.dropped], error)
-            return 0
+        events = self._step(self._session)
         for event in events:
             self._live[event.index].begun = True
             self._live[event.index].deliver(event)
@@ -359,6 +360,19 @@ class ModelWorker:
                 ended += 1
         return ended
 
+    def _step(self, session: Session) -> list[Event]:
+        """A round; of one that fails no events."""
+        try:
+            return session.step()
+        except Exception as error:
+            _logger.exception("generation with %s failed", self.name)
+            dropped = session.dropped
+            self._fail([self._live.pop(index) for index in dropped or tuple(self._live)], error)
+            lost = isinstance(error, EngineError) or not dropped
+        if lost:
+            self._forget_session(session)
+        return []
+
     def _fail(self, texts: Sequence[_Text], error: Exception) -> None:
         """Tell texts that a round of theirs failed; those that nobody has read of yet are tried once more,
         each alone."""
@@ -369,6 +383,15 @@ class ModelWorker:
                 self._suspects.append(text)
             else:
                 text.deliver(failure)
+
+    def _forget_session(self, session: Session) -> None:
+        """After a failure inside of the engine a context is of no more use: those that wait get another."""
+        with suppress(Exception):
+            session.close()
+        self._session = None
+        with self._changed:
+            self._texts.extendleft(reversed(self._live.values()))
+            self._live.clear()
 
     def _admit(self, text: _Text) -> None:
         if text.gone.is_set():
