@@ -47,18 +47,6 @@ def path(tiny: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write(tmp_path_factory.mktemp("company") / "tiny.gguf", chat_template=TEMPLATE)
 
 
-@pytest.fixture(scope="module")
-def server(path: Path) -> Iterator[Running]:
-    with running([tiny_options(path, context=EXACT, parallel=5)]) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[Client]:
-    with client_of(server) as found:
-        yield found
-
-
 @pytest.fixture
 def single(path: Path) -> Iterator[Running]:
     """A server of one text at a time."""
@@ -85,12 +73,17 @@ async def answer(client: Client, number: int) -> tuple[str, Any]:
     return "".join(pieces), None
 
 
-def test_sixteen_clients_at_once_get_what_each_gets_alone(server: Running, tiny_model: lt.Model) -> None:
+@pytest.mark.parametrize("drafter", [None, "ngram"])
+def test_sixteen_clients_at_once_get_what_each_gets_alone(
+    path: Path, tiny_model: lt.Model, drafter: str | None
+) -> None:
     async def all_of_them() -> list[tuple[str, Any]]:
         async with async_client(server) as client:
             return await asyncio.gather(*(answer(client, number) for number in range(16)))
 
-    found = asyncio.run(all_of_them())
+    with running([tiny_options(path, context=EXACT, parallel=5, drafter=drafter)]) as server:
+        found = asyncio.run(all_of_them())
+        wait_until_free(server)
     with lt.Extractor(tiny_model, **EXACT) as extractor:
         for (prompt, options, _), (text, states) in zip(MANY, found, strict=True):
             (expected,) = alone(tiny_model, prompt, **options)
@@ -100,7 +93,6 @@ def test_sixteen_clients_at_once_get_what_each_gets_alone(server: Running, tiny_
                 rows = extractor(tokens, layers=["norm"])["norm"]
                 of_prompt, *of_tokens = states
                 assert relative(np.array([*of_prompt, *of_tokens]), rows) < 1e-4
-    wait_until_free(server)
 
 
 def long_text(client: Client, **options: Any) -> Any:
