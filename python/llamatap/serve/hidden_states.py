@@ -95,8 +95,8 @@ class HiddenStatesAt(HiddenStates):
     index: int
 
 
-class HiddenStatesResponse(HiddenStates):
-    """The states of one prompt, and what they are of."""
+class _About(BaseModel):
+    """What all states of a request have in common."""
 
     model: str
     layer: int | None = None
@@ -108,18 +108,14 @@ class HiddenStatesResponse(HiddenStates):
     provenance: dict[str, Any]
 
 
-class HiddenStatesListResponse(BaseModel):
+class HiddenStatesResponse(HiddenStates, _About):
+    """The states of one prompt, and what they are of."""
+
+
+class HiddenStatesListResponse(_About):
     """The states of a list of prompts."""
 
     data: list[HiddenStatesAt]
-    model: str
-    layer: int | None = None
-    layers: list[int] | None = None
-    dtype: str
-    encoding_format: str | None = None
-    pooling: str | None = None
-    preset: str | None = None
-    provenance: dict[str, Any]
 
 
 class _Work:
