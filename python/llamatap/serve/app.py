@@ -72,7 +72,7 @@ def create_app(models: Sequence[ModelOptions], options: ServerOptions | None = N
 
     app.include_router(hidden_states.router)
     app.include_router(completions.router)
-    app.include_router(page.make_router())
+    app.include_router(page.make_router(options.max_length))
 
     @app.get("/health", responses={503: {"model": errors.ErrorResponse}})
     async def health() -> dict[str, str]:

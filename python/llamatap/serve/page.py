@@ -20,9 +20,14 @@ def _sources(page: str, tag: str) -> str:
     return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
-def make_router() -> APIRouter:
-    """The route of the page, which is read here once."""
+def make_router(max_length: int) -> APIRouter:
+    """The route of the page, which is read here once.
+
+    :param max_length: the most tokens that the server takes.
+    """
     page = files("llamatap.serve").joinpath("page.html").read_text("utf-8")
+    # More rows than these are no picture any more.
+    page = page.replace('<span id="most">128<', f'<span id="most">{min(128, max_length)}<')
     policy = {
         "default-src": "'none'",
         "script-src": _sources(page, "script"),
