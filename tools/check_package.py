@@ -67,7 +67,12 @@ def check_wheel(wheel: Path) -> None:
     )
     stray = [name for name in names if name.endswith((".h", ".hpp", ".a", ".cmake", ".pc", ".cpp"))]
     assert not stray, stray
-    for needed in ("llamatap/py.typed", "llamatap/_core.pyi", "llamatap/presets/z-image.toml"):
+    for needed in (
+        "llamatap/py.typed",
+        "llamatap/_core.pyi",
+        "llamatap/presets/z-image.toml",
+        "llamatap/serve/page.html",
+    ):
         assert needed in names, needed
     assert sum("licenses/" in name for name in names) >= 5, "the notices are not in the wheel"
     size = wheel.stat().st_size
