@@ -231,6 +231,17 @@ def test_provenance_says_what_it_is(server: Running, model: lt.Model) -> None:
         assert provenance["engine_commit"] == expected["engine_commit"]
 
 
+def test_a_model_without_a_tokenizer(tiny: TinyLlama, tmp_path: Path) -> None:
+    path = tiny.write(tmp_path / "none.gguf", tokenizer=False)
+    with running([tiny_options(path)]) as server:
+        answer = server.states(input=[5, 6], return_tokens=True)
+        assert answer["token_ids"] == [5, 6]
+        assert "tokens" not in answer
+        assert relative(lists(answer), oracle(tiny, np.array([5, 6], np.int32), -2)) < 1e-5
+        message = server.error("/v1/hidden_states", 422, "model_error", model="tiny", input="text")
+        assert "no tokenizer" in message
+
+
 def test_special_tokens_in_the_text_are_recognised(server: Running) -> None:
     answer = server.states(input="<s>ab</s>", return_tokens=True)
     assert answer["token_ids"] == [1, ord("a") + 3, ord("b") + 3, 2]

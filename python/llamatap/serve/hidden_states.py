@@ -7,6 +7,7 @@ language model: https://github.com/fblissjr/heylookitsanllm
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -19,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from llamatap import layers as layer_ids
 from llamatap._prompts import prompt_tokens
-from llamatap.errors import InvalidInputError
+from llamatap.errors import InvalidInputError, UnsupportedError
 from llamatap.layers import LayerId
 from llamatap.presets import Preset
 from llamatap.serve.disconnect import unless_gone
@@ -294,7 +295,9 @@ class _Work:
         if body.return_tokens:
             ids = states.tokens.tolist()
             entry["token_ids"] = ids
-            entry["tokens"] = [self.model.token_bytes(one).decode(errors="replace") for one in ids]
+            # A file without a tokenizer has no texts of them.
+            with contextlib.suppress(UnsupportedError):
+                entry["tokens"] = [self.model.token_bytes(one).decode(errors="replace") for one in ids]
         return entry
 
     def _file(
