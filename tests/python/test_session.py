@@ -88,7 +88,7 @@ def test_texts_are_drafted_for_whoever_is_beside_them(world: World) -> None:
 def test_a_seed_is_drawn_for_each_prompt_that_has_none(world: World) -> None:
     with world.model.context(n_seq_max=4, **CUT) as context, lt.Session(context) as session:
         for _ in range(4):
-            session.add(world.prompts[0], temperature=1.0, max_tokens=12)
+            session.add(world.prompts[0], temperature=1.0, max_tokens=12, ignore_eos=True)
         assert len({tuple(one.tokens.tolist()) for one in finals(session).values()}) == 4
 
 
