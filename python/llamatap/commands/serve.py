@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -184,6 +185,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidInputError(
             f"--host {arguments.host} lets others in: give an --api-key, or --insecure if that is meant"
         )
+    # uvicorn shows its own loggers alone.
+    logging.getLogger("llamatap").addHandler(logging.StreamHandler())
     app = create_app(_models(arguments), options)
     uvicorn.run(
         app,
