@@ -41,9 +41,9 @@ __all__ = ["Extraction", "ModelWorker"]
 
 _logger = logging.getLogger("llamatap.serve")
 
-# What one turn computes, so that generation and other requests get theirs. A longer prompt has its own.
-_MOST_TOKENS = 4096
-_MOST_TOKENS_BESIDE_TEXTS = 512
+# What one turn computes: one pass of the engine, so that texts get their round and clients that went away
+# cost no more than that. A longer prompt has a turn of its own.
+_MOST_TOKENS = 512
 _MOST_PROMPTS = 64
 
 # Layers that a batch may compute for the sake of others, whose memory nobody has asked for.
@@ -303,7 +303,7 @@ class ModelWorker:
         none costs more layers than it asks for), dtype and pooling."""
         chosen: list[Extraction] = []
         with self._changed:
-            most = _MOST_TOKENS_BESIDE_TEXTS if self._live or self._texts or self._suspects else _MOST_TOKENS
+            most = self.options.context.get("n_ubatch", _MOST_TOKENS)
             left: deque[Extraction] = deque()
             n_tokens = 0
             layers: frozenset[LayerId] = frozenset()
