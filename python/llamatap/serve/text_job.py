@@ -127,6 +127,8 @@ class TextJob(ABC):
             if len(self.prompts) > 1:
                 raise ApiError.invalid("a verifier takes one prompt a request")
             self.verifier_layers = verifier.layers(self.model)
+            # Again when the file is written; a refusal is cheaper now.
+            verifier.check_room(len(self.prompts[0]), len(self.verifier_layers) * self.model.n_embd)
 
     def _most_tokens(self, prompt: NDArray[np.int32]) -> int:
         """That may be generated after a prompt. A request that does not say gets shares of the context, as

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from llamatap._native import flush_log
 from llamatap.context import Context, ContextOptions
-from llamatap.errors import EngineError
+from llamatap.errors import EngineError, NotFiniteError
 from llamatap.extract import Extractor
 from llamatap.generate import GenerateOptions
 from llamatap.generation import Event
@@ -377,7 +377,11 @@ class ModelWorker:
         """Tell texts that a round of theirs failed; those that nobody has read of yet are tried once more,
         each alone."""
         # Whatever it is, it is not the request's fault.
-        failure = ApiError(500, "internal_error", "generation_failed", f"generation failed: {error}")
+        failure: Exception = ApiError(
+            500, "internal_error", "generation_failed", f"generation failed: {error}"
+        )
+        if isinstance(error, NotFiniteError):
+            failure = error
         for text in texts:
             if len(texts) > 1 and not (text.streamed and text.begun):
                 self._suspects.append(text)
