@@ -123,13 +123,13 @@ class Loop:
         """
         # Since the last round the time was the caller's.
         self.now = started = time.perf_counter()
-        if cancelled := self._cancelled():
-            for sequence in cancelled:
-                sequence.finish_reason = "cancelled"
-            return self._new_events(cancelled)
+        cancelled = self._cancelled()
+        for sequence in cancelled:
+            sequence.finish_reason = "cancelled"
+        ended = self._new_events(cancelled)
         self._admit()
         if not self.live:
-            return []
+            return ended
         feeding = any(one.feeding for one in self.live)
         n_drafted = self._draft(feeding)
         self._feed()
@@ -137,7 +137,7 @@ class Loop:
             self._pass(part)
         if self.length is not None and not feeding:
             self.length.measure(n_drafted, self.now - started, len(self.live))
-        return self._new_events(list(self.live))
+        return ended + self._new_events(list(self.live))
 
     def check_tap(self) -> None:
         """To be called before a round that shall not be begun in vain.

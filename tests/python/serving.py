@@ -90,4 +90,4 @@ def running(models: Sequence[ModelOptions], options: ServerOptions | None = None
 
 def tiny_options(path: Path, **more: Any) -> ModelOptions:
     """A tiny model under the name ``tiny``."""
-    return ModelOptions(**{"name": "tiny", "path": path, "context": EXACT, "n_ctx": 2048, **more})
+    return ModelOptions(**{"name": "tiny", "path": path, "context": EXACT.copy(), "n_ctx": 2048, **more})

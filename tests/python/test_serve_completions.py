@@ -359,6 +359,32 @@ def test_hidden_states(client: Client, tiny_model: lt.Model, layer: int | None, 
     assert relative(np.array(choice.hidden_states), rows[-1]) < 1e-5
 
 
+def test_a_temperature_near_zero_is_zero(client: Client, tiny_model: lt.Model) -> None:
+    (expected,) = alone(tiny_model, PROMPT, max_tokens=8)
+    for temperature in (1e-45, 9e-6):
+        assert create(client, temperature=temperature, max_tokens=8).choices[0].text == expected.text
+
+
+@pytest.mark.parametrize("states", [True, "last"])
+def test_hidden_states_say_what_they_are(server: Running, tiny_model: lt.Model, states: bool | str) -> None:
+    with lt.Extractor(tiny_model, **EXACT) as extractor:
+        expected = extractor([5, 6], layers=[3]).provenance
+    ask: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": [5, 6],
+        "max_tokens": 2,
+        "return_hidden_states": states,
+    }
+    answer = server.post("/v1/completions", layer=-2, **ask)
+    assert (answer["layer"], answer["dtype"]) == (-2, "float32")
+    for key in ("model_sha256", "layers", "norm", "engine_commit", "file_type", "kv_type"):
+        assert answer["provenance"].get(key) == expected.get(key)
+    assert answer["provenance"]["layers"] == [3]
+    normed = server.post("/v1/completions", **ask)
+    assert (normed["layer"], normed["provenance"]["norm"]) == (-1, ["post"])
+    assert "provenance" not in server.post("/v1/completions", model="tiny", prompt=[5], max_tokens=2)
+
+
 def test_hidden_states_of_several_prompts(client: Client, tiny_model: lt.Model) -> None:
     prompts = ["short", "and a longer one"]
     answer = create(client, prompts, temperature=0, max_tokens=4, extra_body={"return_hidden_states": True})

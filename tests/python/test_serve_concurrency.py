@@ -226,6 +226,85 @@ def test_a_decode_that_fails_is_an_error_of_those_under_way(
         assert long_text(client, max_tokens=5).choices[0].text == text
 
 
+def test_texts_that_failed_beside_others_go_on_together(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, seqs = lt.Context._decode, []
+
+    def fails_on_one(context: lt.Context, batch: lt.Batch) -> None:
+        time.sleep(0.002)
+        tokens = batch.tokens.tolist()
+        seqs.append(len(tokens))
+        # In its prompt the one that is meant to fail has this token alone.
+        if 77 in tokens:
+            raise lt.EngineError("on purpose")
+        decode(context, batch)
+
+    options: dict[str, Any] = {
+        "model": "tiny",
+        "max_tokens": 40,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    prompts = [[5, 6], [7, 77], [8] * 20, [9, 9]]
+    with running([tiny_options(path, context=EXACT, parallel=8)]) as server:
+        good = [
+            server.post("/v1/completions", prompt=one, **options)["choices"][0]["token_ids"]
+            for one in (prompts[0], prompts[2], prompts[3])
+        ]
+        assert not any(77 in one for one in good)
+        monkeypatch.setattr(lt.Context, "_decode", fails_on_one)
+        with ThreadPoolExecutor(4) as pool:
+            gate = threading.Event()
+            admit = type(server.worker)._admit
+
+            def admits(worker: Any, text: Any) -> None:
+                # So that all are let in at one time.
+                gate.wait(10)
+                admit(worker, text)
+
+            monkeypatch.setattr(type(server.worker), "_admit", admits)
+            asked = [
+                pool.submit(server.client.post, "/v1/completions", json={**options, "prompt": one})
+                for one in prompts
+            ]
+            while server.worker.waiting < 4:
+                time.sleep(0.001)
+            gate.set()
+            found = [one.result() for one in asked]
+    assert [one.status_code for one in found] == [200, 500, 200, 200]
+    assert [one.json()["choices"][0]["token_ids"] for one in found if one.status_code == 200] == good
+    # The three went on together, not one after the other.
+    assert sum(n == 3 for n in seqs) > 20
+
+
+def test_a_thread_that_fails_tells_all_and_goes_on(single: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = single.states(input="a")
+    turn = type(single.worker)._turn
+    failing = threading.Event()
+
+    def fails(worker: Any) -> None:
+        if not failing.is_set():
+            while worker.waiting < 3:
+                time.sleep(0.001)
+            failing.set()
+            raise RuntimeError("nobody thought of this")
+        turn(worker)
+
+    monkeypatch.setattr(type(single.worker), "_turn", fails)
+    with ThreadPoolExecutor(3) as pool:
+        asked = [
+            pool.submit(single.client.post, f"/v1/{path}", json={"model": "tiny", **fields})
+            for path, fields in (
+                ("hidden_states", {"input": "a"}),
+                ("completions", {"prompt": "a"}),
+                ("completions", {"prompt": "b", "stream": True}),
+            )
+        ]
+        assert [one.result().status_code for one in asked] == [500, 500, 500]
+    assert single.states(input="a") == expected
+    assert single.post("/v1/completions", model="tiny", prompt="a", max_tokens=2)["choices"]
+
+
 def test_an_extraction_that_fails_leaves_others_alone(
     single: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

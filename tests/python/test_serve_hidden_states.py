@@ -338,7 +338,7 @@ rows = "2:"
 
 def test_a_preset_of_ones_own(tiny_path: Path, tiny: TinyLlama, model: lt.Model, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(PRESET)
-    options = ServerOptions(presets={"mine": tmp_path / "mine.toml"})
+    options = ServerOptions(presets=(tmp_path / "mine.toml",))
     with running([tiny_options(tiny_path)], options) as server:
         for prompt, text in (
             ("abc", "<s>[abc]"),
@@ -360,6 +360,44 @@ def test_a_preset_of_ones_own(tiny_path: Path, tiny: TinyLlama, model: lt.Model,
         assert "9 at most" in server.error("/v1/hidden_states", 400, "invalid_request_error", **body)
         none_left = {"model": "tiny", "preset": "mine", "prompt": "a", "max_length": 1}
         server.error("/v1/hidden_states", 400, "invalid_request_error", **none_left)
+
+
+def test_a_preset_without_a_length_takes_the_whole_text(
+    tiny_path: Path, model: lt.Model, tmp_path: Path
+) -> None:
+    (tmp_path / "file.toml").write_text(PRESET.replace("max_length = 9", "").replace('"mine"', '"whole"'))
+    with running([tiny_options(tiny_path)], ServerOptions(presets=(tmp_path / "file.toml",))) as server:
+        # It is called what it calls itself, not what its file is called.
+        answer = server.states(prompt="x" * 700, preset="whole")
+        assert answer["shape"][0] == len(model.tokenize("<s>[" + "x" * 700 + "]")) - 2
+        assert answer["truncated"] is False
+        assert server.states(prompt="x" * 700, preset="whole", max_length=10)["shape"][0] == 8
+
+
+def test_presets_of_one_name(tiny_path: Path, tmp_path: Path) -> None:
+    for name in ("one.toml", "two.toml"):
+        (tmp_path / name).write_text(PRESET)
+    options = ServerOptions(presets=(tmp_path / "one.toml", tmp_path / "two.toml"))
+    with (
+        pytest.raises(lt.InvalidInputError, match="preset 'mine' already"),
+        running([tiny_options(tiny_path)], options),
+    ):
+        pass
+
+
+def test_one_prompt_of_several_that_is_too_long(tiny: TinyLlama, tmp_path: Path) -> None:
+    path = tiny.write(tmp_path / "tiny.gguf")
+    with running([tiny_options(path)]) as server:
+        longest = server.worker.longest
+        assert longest > 512
+        body = {"model": "tiny", "input": [[5], [6] * (longest + 1)], "max_length": longest + 1}
+        message = server.error("/v1/hidden_states", 400, "invalid_request_error", **body)
+        assert message.startswith("input 1: ")
+        assert str(longest + 1) in message
+        assert str(longest) in message
+        lines = server.client.get("/metrics").text
+        assert "llamatap_batch_prompts_count" not in lines
+        assert server.states(**{**body, "input": [6] * longest})["shape"][0] == longest
 
 
 def test_a_model_without_a_residual_stream(arch_models: Path) -> None:

@@ -133,14 +133,20 @@ httpx.post(sys.argv[1] + "/v1/" + sys.argv[2], json=eval(sys.argv[3]), timeout=6
     ("path", "body"),
     [
         ("hidden_states", "'input': [[5] * 2000] * 200, 'max_length': 2000, 'pooling': 'last'"),
-        ("completions", "'prompt': [5, 6], 'max_tokens': 2000, 'ignore_eos': True"),
-        ("completions", "'prompt': [5, 6], 'max_tokens': 2000, 'ignore_eos': True, 'stream': True"),
+        ("completions", "'prompt': [[5, 6]] * 128, 'max_tokens': 2000, 'ignore_eos': True"),
+        ("completions", "'prompt': [[5, 6]] * 128, 'max_tokens': 2000, 'ignore_eos': True, 'stream': True"),
     ],
 )
 def test_a_client_that_is_killed_frees_its_place(
     address: tuple[subprocess.Popen[str], str], path: str, body: str
 ) -> None:
     _, url = address
+
+    def computed() -> float:
+        kinds = ("extracted", "generated")
+        return sum(metric(url, f'llamatap_tokens_total{{kind="{one}",model="tiny"}}') for one in kinds)
+
+    before = computed()
     client = subprocess.Popen(
         [sys.executable, "-c", CLIENT, url, path, f"{{'model': 'tiny', {body}}}"], stderr=subprocess.DEVNULL
     )
@@ -154,6 +160,8 @@ def test_a_client_that_is_killed_frees_its_place(
     while metric(url, 'llamatap_queue_prompts{model="tiny"}') > 0:
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    # Of the 256,000 tokens or more that it asked for most were not computed.
+    assert computed() - before < 100_000
     assert httpx.post(f"{url}/v1/hidden_states", json={"model": "tiny", "input": "a"}).status_code == 200
 
 
@@ -180,6 +188,24 @@ def test_sigterm_answers_what_was_accepted(tiny_path: Path) -> None:
         assert process.wait(20) in (0, -signal.SIGTERM)
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
+
+
+def test_two_signals_end_it_at_once(tiny_path: Path) -> None:
+    with served("--model", f"tiny={tiny_path}", *FLAGS) as (process, url), ThreadPoolExecutor(4) as pool:
+        text = {"model": "tiny", "prompt": [[5, 6]] * 64, "max_tokens": 2000, "ignore_eos": True}
+        asked = [pool.submit(httpx.post, f"{url}/v1/completions", json=text, timeout=60) for _ in range(4)]
+        deadline = time.monotonic() + 30
+        while metric(url, 'llamatap_queue_prompts{model="tiny"}') < 200:
+            assert time.monotonic() < deadline
+        os.kill(process.pid, signal.SIGINT)
+        time.sleep(0.5)
+        assert process.poll() is None
+        os.kill(process.pid, signal.SIGINT)
+        for one in asked:
+            answer = one.result()
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "shutting_down"
+        process.wait(20)
 
 
 def refused(*arguments: str | Path) -> str:

@@ -23,7 +23,7 @@ from tiny import TinyLlama
 
 import llamatap as lt
 from llamatap.serve import ServerOptions, VerifierOptions, create_app
-from llamatap.serve import verifier as verifier_module
+from llamatap.states import write_tensors
 from reference import decoder
 
 LAYERS = (1, 2, 3)
@@ -70,14 +70,13 @@ def is_held(lock: Path) -> bool:
 def paused_writing(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
     """Let the writing of files wait: whether one is being written, and what lets them go on."""
     begun, proceed = threading.Event(), threading.Event()
-    original = verifier_module.write_tensors
 
     def slow(*arguments: Any) -> None:
         begun.set()
         assert proceed.wait(20)
-        original(*arguments)
+        write_tensors(*arguments)
 
-    monkeypatch.setattr(verifier_module, "write_tensors", slow)
+    monkeypatch.setattr("llamatap.serve.verifier.write_tensors", slow)
     return begun, proceed
 
 

@@ -25,10 +25,10 @@ from tiny import TinyLlama
 
 import llamatap as lt
 from llamatap.serve import VerifierOptions, create_app
-from llamatap.serve import verifier as verifier_module
 from llamatap.serve.errors import ApiError
 from llamatap.serve.verifier import VerifierFiles
 from llamatap.serve.worker import ModelWorker
+from llamatap.states import write_tensors
 
 BODY = {"model": "tiny", "prompt": TOKENS, "return_token_ids": True, "max_tokens": 1}
 NAME = f"hs-{'0123456789abcdef' * 2}.safetensors"
@@ -139,7 +139,7 @@ def test_a_lock_that_another_server_took_away_is_made_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = fcntl.flock
-    taken = []
+    taken: list[Path] = []
 
     def taking(lock: int, how: int) -> None:
         if not taken:
@@ -235,14 +235,13 @@ def test_a_full_folder_refuses_until_there_is_room(
 
 def test_a_file_that_is_being_written_counts_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written, proceed = threading.Event(), threading.Event()
-    original = verifier_module.write_tensors
 
     def slow(*arguments: Any) -> None:
-        original(*arguments)
+        write_tensors(*arguments)
         written.set()
         assert proceed.wait(20)
 
-    monkeypatch.setattr(verifier_module, "write_tensors", slow)
+    monkeypatch.setattr("llamatap.serve.verifier.write_tensors", slow)
     size = 100 * (64 * 4 + 8)
     found = files(folder, quota_bytes=2 * size + 2000)
     with ThreadPoolExecutor(1) as pool:
@@ -261,7 +260,7 @@ def test_a_file_that_is_being_written_counts_once(folder: Path, monkeypatch: pyt
 def test_few_files_are_written_at_one_time(
     server: Running, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verifier_module, "_MOST_WRITERS", 2)
+    monkeypatch.setattr("llamatap.serve.verifier._MOST_WRITERS", 2)
     _, proceed = paused_writing(monkeypatch)
     with ThreadPoolExecutor(2) as pool:
         answers = [pool.submit(ask, server) for _ in range(2)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import logging
 import os
 from pathlib import Path
@@ -36,7 +35,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--api-key", help="what requests must bring (default: the variable LLAMATAP_API_KEY, if it is set)"
     )
     serve.add_argument(
-        "--insecure", action="store_true", help="listen at an address that others reach, without a key"
+        "--insecure",
+        action="store_true",
+        help="without a key, listen at any address and answer whatever host a request names",
     )
     add_loading(serve)
     serve.add_argument("--threads", type=int, help="of the engine, for each model (default: one a core)")
@@ -60,7 +61,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text.add_argument("--n-max", help="tokens of a draft, or auto (default: 8 with ngram, else 4)")
     text.add_argument("--parallel", type=int, default=8, help="texts generated at once (default: 8)")
     text.add_argument(
-        "--n-ctx", type=int, default=0, help="tokens of all of them (default: what the model knows, each)"
+        "--n-ctx",
+        type=int,
+        default=0,
+        help="tokens of all of them together; their memory is taken at the first text (default: what the "
+        "model was trained with for each, 4096 at most)",
     )
     verifier = serve.add_argument_group("verifier: files of states for a trainer of drafters")
     verifier.add_argument(
@@ -84,7 +89,15 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     limits.add_argument("--max-length", type=int, default=32768, help="tokens of a prompt (default: 32768)")
     limits.add_argument("--max-inputs", type=int, default=256, help="prompts of a request (default: 256)")
     limits.add_argument("--max-body-mib", type=float, default=4.0, help="of a request (default: 4)")
-    limits.add_argument("--max-response-mib", type=float, default=256.0, help="of states (default: 256)")
+    limits.add_argument(
+        "--max-response-mib", type=float, default=256.0, help="of the states of a request (default: 256)"
+    )
+    limits.add_argument(
+        "--max-pending-mib",
+        type=float,
+        default=4096.0,
+        help="of all that are computed, encoded and sent at one time (default: 4096)",
+    )
     limits.add_argument(
         "--drain",
         type=int,
@@ -152,22 +165,17 @@ def _options(arguments: argparse.Namespace) -> ServerOptions:
     elif arguments.verifier_layers is not None:
         raise InvalidInputError("--verifier-layers are of files; there is no --hidden-states-path")
     return ServerOptions(
-        api_key=arguments.api_key or os.environ.get("LLAMATAP_API_KEY") or None,
+        api_key=os.environ.get("LLAMATAP_API_KEY") if arguments.api_key is None else arguments.api_key,
         max_queue=arguments.max_queue,
         max_body_bytes=int(arguments.max_body_mib * 2**20),
         max_response_bytes=int(arguments.max_response_mib * 2**20),
         max_length=arguments.max_length,
         max_inputs=arguments.max_inputs,
         verifier=verifier,
-        presets={path.stem: path for path in arguments.preset},
+        max_pending_bytes=int(arguments.max_pending_mib * 2**20),
+        any_host=arguments.insecure,
+        presets=tuple(arguments.preset),
     )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -176,12 +184,13 @@ def run(arguments: argparse.Namespace) -> int:
         import uvicorn
 
         from llamatap.serve import create_app
+        from llamatap.serve.limits import is_loopback
     except ModuleNotFoundError as error:
         raise UnsupportedError(
             f"{error.name} is missing; install what the server needs: pip install 'llamatap[server]'"
         ) from error
     options = _options(arguments)
-    if not _is_loopback(arguments.host) and options.api_key is None and not arguments.insecure:
+    if not is_loopback(arguments.host) and options.api_key is None and not arguments.insecure:
         raise InvalidInputError(
             f"--host {arguments.host} lets others in: give an --api-key, or --insecure if that is meant"
         )

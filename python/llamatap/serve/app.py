@@ -12,8 +12,9 @@ from fastapi import FastAPI, Request, Response
 from llamatap.cache import file_sha256
 from llamatap.errors import InvalidInputError
 from llamatap.serve import completions, errors, hidden_states, page
+from llamatap.serve.budget import ResponseEnd
 from llamatap.serve.disconnect import ClientGoneError
-from llamatap.serve.limits import ApiKey, BodyLimit
+from llamatap.serve.limits import ApiKey, BodyLimit, HostCheck, JsonOnly
 from llamatap.serve.metrics import Metrics, RequestMetrics
 from llamatap.serve.options import ModelOptions, ServerOptions
 from llamatap.serve.state import Server, server_of
@@ -80,6 +81,7 @@ def create_app(models: Sequence[ModelOptions], options: ServerOptions | None = N
     app.include_router(completions.router)
     app.include_router(page.make_router(options.max_length))
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", responses={503: {"model": errors.ErrorResponse}})
     async def health() -> dict[str, str]:
         """Whether all models are being served."""
@@ -97,8 +99,12 @@ def create_app(models: Sequence[ModelOptions], options: ServerOptions | None = N
         return Response(found.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     # The last one added is the first to see a request.
+    app.add_middleware(ResponseEnd)
     app.add_middleware(BodyLimit, limit=options.max_body_bytes)
+    app.add_middleware(JsonOnly)
     if options.api_key is not None:
         app.add_middleware(ApiKey, key=options.api_key)
+    elif not options.any_host:
+        app.add_middleware(HostCheck)
     app.add_middleware(RequestMetrics, metrics=metrics)
     return app

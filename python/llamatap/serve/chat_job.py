@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from llamatap.errors import UnsupportedError
 from llamatap.generation import Generation, TokenLogprobs
 from llamatap.serve.errors import ApiError
 from llamatap.serve.openai_schema import ChatRequest
@@ -59,6 +60,10 @@ class ChatJob(TextJob):
             raise ApiError.invalid(f"chat_template_kwargs cannot hold {', '.join(sorted(taken))}")
         if body.continue_final_message:
             messages[-1]["content"] = f"{messages[-1].get('content', '')}{_HERE}"
+        if self.model.chat_template is None:
+            raise UnsupportedError(
+                f"{self.worker.name} has no chat template; give a text as it is to /v1/completions"
+            )
         text = self.model.apply_chat_template(messages, body.add_generation_prompt, **variables)
         return [_up_to_mark(text) if body.continue_final_message else text]
 

@@ -20,6 +20,7 @@ from llamatap.serve.errors import ApiError, ErrorResponse, api_error
 from llamatap.serve.openai_schema import ChatRequest, CompletionRequest, ModelCard, ModelList
 from llamatap.serve.state import Server, server_of
 from llamatap.serve.text_job import TextJob
+from llamatap.serve.worker import ModelWorker
 
 __all__ = ["router"]
 
@@ -33,18 +34,25 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 @router.get("/v1/models", responses={401: {"model": ErrorResponse}})
 async def models(request: Request) -> ModelList:
     """The models that are served."""
-    return ModelList(
-        data=[
-            ModelCard(
-                id=name,
-                created=worker.created,
-                max_model_len=worker.text_room,
-                n_layer=worker.model.n_layer,
-                n_embd=worker.model.n_embd,
-            )
-            for name, worker in server_of(request).workers.items()
-        ]
+    return ModelList(data=[_card(worker) for worker in server_of(request).workers.values()])
+
+
+def _card(worker: ModelWorker) -> ModelCard:
+    return ModelCard(
+        id=worker.name,
+        created=worker.created,
+        max_model_len=worker.text_room,
+        n_layer=worker.model.n_layer,
+        n_embd=worker.model.n_embd,
     )
+
+
+@router.get(
+    "/v1/models/{name:path}", responses={401: {"model": ErrorResponse}, 404: {"model": ErrorResponse}}
+)
+async def model(request: Request, name: str) -> ModelCard:
+    """One of them."""
+    return _card(server_of(request).worker(name))
 
 
 @router.post(
@@ -72,15 +80,24 @@ async def chat(request: Request, body: ChatRequest) -> Response:
 
 
 async def _answer(request: Request, server: Server, job: TextJob) -> Response:
+    async def prepare() -> None:
+        await server.threads.run(job.prepare)
+        if job.n_bytes:
+            await server.budget.take(request, job.n_bytes)
+
     if job.body.stream:
-        await anyio.to_thread.run_sync(job.prepare)
-        events = job.events()
+
+        async def begin() -> tuple[tuple[int, Event], AsyncGenerator[tuple[int, Event], None]]:
+            await prepare()
+            events = job.events()
+            return await anext(events), events
+
         # What is wrong with the request shows before the first event, and is a status then.
-        first = await unless_gone(request, anext(events))
+        first, events = await unless_gone(request, begin())
         return _EventStream(job, first, events)
 
     async def whole() -> Response:
-        await anyio.to_thread.run_sync(job.prepare)
+        await prepare()
         done: dict[int, Generation] = {}
         async with aclosing(job.events()) as events:
             async for choice, event in events:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
@@ -90,11 +91,15 @@ def _validation_message(error: RequestValidationError) -> str:
     for problem in problems[:5]:
         if problem["type"] == "json_invalid":
             return f"the body is no JSON: {problem.get('ctx', {}).get('error', problem['msg'])}"
-        where = ".".join(str(part) for part in problem["loc"] if part != "body") or "the body"
-        if problem["type"] == "unserved":
+        where = ".".join(str(part) for part in problem["loc"] if part != "body")
+        if not where:
+            found.append(
+                "a request is a JSON object" if problem["type"] != "unknown_field" else problem["msg"]
+            )
+        elif problem["type"] == "unserved":
             found.append(f"{where} {problem['msg']}; leave it out")
-        elif problem["type"] == "extra_forbidden":
-            found.append(f"{where} is no field of this request")
+        elif problem["type"] == "unknown_field":
+            found.append(f"{where}.{problem['msg']}")
         else:
             found.append(f"{where}: {problem['msg']}")
     return "; ".join(dict.fromkeys(found))
@@ -118,9 +123,11 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> Response:
-        codes = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+        codes = {400: "invalid_body", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
         code = codes.get(error.status_code, "http_error")
-        found = error_response(ApiError(error.status_code, "invalid_request_error", code, str(error.detail)))
+        # FastAPI itself says 400 only of what is not UTF-8, or has numbers or lists beyond Python's limits.
+        message = "the body is no JSON in UTF-8" if error.status_code == 400 else str(error.detail)
+        found = error_response(ApiError(error.status_code, "invalid_request_error", code, message))
         found.headers.update(error.headers or {})
         return found
 
@@ -141,6 +148,12 @@ class Failures:
 
         try:
             await self.app(scope, receive, noting)
+        except asyncio.CancelledError:
+            # The server is ended by force: a second Ctrl-C, or --drain is over.
+            if started or scope["type"] != "http":
+                raise
+            ended = ApiError(503, "unavailable_error", "shutting_down", "the server was ended meanwhile")
+            await error_response(ended)(scope, receive, send)
         except Exception as error:
             if started or scope["type"] != "http":
                 raise

@@ -19,13 +19,14 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from llamatap import layers as layer_ids
-from llamatap._prompts import prompt_tokens
-from llamatap.errors import InvalidInputError, UnsupportedError
+from llamatap._prompts import bounds
+from llamatap.errors import ContextFullError, InvalidInputError, UnsupportedError
 from llamatap.layers import LayerId
 from llamatap.presets import Preset
 from llamatap.serve.disconnect import unless_gone
 from llamatap.serve.errors import ApiError, ErrorResponse
-from llamatap.serve.payload import as_base64, as_lists, as_safetensors
+from llamatap.serve.fields import Body, Prompts, Texts
+from llamatap.serve.payload import Encoding, as_base64, as_lists, as_safetensors, bytes_of
 from llamatap.serve.state import Server, server_of
 from llamatap.serve.worker import Extraction, ModelWorker
 from llamatap.states import DTYPES, States
@@ -34,25 +35,21 @@ __all__ = ["router"]
 
 router = APIRouter()
 
-Ids = list[Annotated[int, Field(ge=0, le=2**31 - 1)]]
 
-
-class HiddenStatesRequest(BaseModel):
+class HiddenStatesRequest(Body):
     """Prompts, and which of their states are wanted."""
 
     model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        json_schema_extra={"examples": [{"input": "The capital of France is", "model": "NAME", "layer": -2}]},
+        json_schema_extra={"examples": [{"input": "The capital of France is", "model": "NAME", "layer": -2}]}
     )
 
     model: str = Field(description="a name of GET /v1/models")
-    input: str | Ids | list[str] | list[Ids] | None = Field(
+    input: Prompts | None = Field(
         None,
         description="text with its chat template applied, token ids, or a list of either; special tokens in "
         "a text are recognised",
     )
-    prompt: str | list[str] | None = Field(
+    prompt: str | Texts | None = Field(
         None, description="in place of input, with preset: what a person would type"
     )
     preset: str | None = Field(
@@ -63,7 +60,7 @@ class HiddenStatesRequest(BaseModel):
         description="as transformers counts hidden_states: k enters block k, n (or -1) is the last, normed; "
         "default -2",
     )
-    layers: list[int] | None = Field(
+    layers: Annotated[list[int], Field(fail_fast=True, max_length=4096)] | None = Field(
         None, description="several: the result is [seq_len, n_layers, hidden_dim]"
     )
     max_length: int | None = Field(None, ge=1, description="longer prompts are cut on the right; default 512")
@@ -71,7 +68,7 @@ class HiddenStatesRequest(BaseModel):
         None, description="one vector over the tokens in place of one a token"
     )
     dtype: Literal["float32", "float16", "bfloat16"] | None = Field(None, description="default float32")
-    encoding_format: Literal["float", "base64", "safetensors"] = Field(
+    encoding_format: Encoding = Field(
         "float",
         description="nested lists; base64 of the row-major bytes; or a safetensors file as the body",
     )
@@ -137,8 +134,10 @@ class _Work:
                 "too_many_inputs",
             )
         self.layers = self._layers()
+        self.depth = max(layer_ids.slots(self.layers, self.model.n_layer))
         longest = server.options.max_length
-        default = min(512, longest) if preset is None or preset.max_length is None else preset.max_length
+        # A preset's own length is part of it; without one it takes the whole text.
+        default = min(512, longest) if preset is None else preset.max_length or longest
         self.max_length = body.max_length or default
         if self.max_length > longest:
             raise ApiError.invalid(f"max_length is {self.max_length}; this server takes {longest} at most")
@@ -149,7 +148,13 @@ class _Work:
         self.jobs: list[Extraction] = []
         self.truncated: list[bool] = []
         for index, one in enumerate(many):
-            self._add(one, "" if self.single else f"input {index}: ")
+            where = "" if self.single else f"input {index}: "
+            try:
+                self._add(server, one)
+            except ContextFullError as error:
+                raise ContextFullError(f"{where}{error}") from None
+            except InvalidInputError as error:
+                raise InvalidInputError(f"{where}{error}") from None
         self._check_size(server.options.max_response_bytes)
 
     def _preset(self, server: Server) -> Preset | None:
@@ -198,26 +203,49 @@ class _Work:
         if self.preset is not None:
             return layer_ids.normalize(self.preset.layer_ids(model), model.n_layer)
         wanted = body.layers if body.layers is not None else [-2 if body.layer is None else body.layer]
+        if len(wanted) > (most := 2 * (model.n_layer + 1)):
+            raise ApiError.invalid(
+                f"{len(wanted)} layers; {self.worker.name} has {model.n_layer + 1}, of which {most} are given"
+            )
         found = layer_ids.translate(
             wanted, source="transformers", n_layer=model.n_layer, final_norm=layer_map.has_norm
         )
         return layer_ids.normalize(found, model.n_layer)
 
-    def _add(self, one: str | NDArray[np.int32], where: str) -> None:
-        try:
-            whole = prompt_tokens(self.model, one, None)
-        except InvalidInputError as error:
-            raise InvalidInputError(f"{where}{error}") from None
+    def _add(self, server: Server, one: str | NDArray[np.int32]) -> None:
+        whole = server.tokens(self.model, one)
         tokens = whole[: self.max_length]
+        limit = self.worker.longest
+        if len(tokens) > limit > 0:
+            raise ContextFullError(
+                f"the prompt has {len(tokens)} tokens; {self.worker.name} was trained for {limit}: cut it "
+                "with max_length"
+            )
         window = None if self.preset is None else self.preset.rows
+        bounds(window, len(tokens))
         self.jobs.append(
-            Extraction(tokens, self.layers, self.body.dtype or "float32", self.body.pooling, window)
+            Extraction(
+                tokens, self.layers, self.depth, self.body.dtype or "float32", self.body.pooling, window
+            )
         )
         self.truncated.append(len(tokens) < len(whole))
 
-    def _check_size(self, limit: int) -> None:
+    @property
+    def _n_numbers(self) -> int:
         rows = sum(1 if self.body.pooling else len(job.tokens) for job in self.jobs)
-        size = rows * len(self.layers) * self.model.n_embd * DTYPES[self.jobs[0].dtype].itemsize
+        return rows * len(self.layers) * self.model.n_embd
+
+    @property
+    def _itemsize(self) -> int:
+        return int(DTYPES[self.jobs[0].dtype].itemsize)
+
+    @property
+    def n_bytes(self) -> int:
+        """The most memory that the answer takes until it is sent."""
+        return bytes_of(self._n_numbers, self._itemsize, self.body.encoding_format)
+
+    def _check_size(self, limit: int) -> None:
+        size = self._n_numbers * self._itemsize
         if size > limit:
             raise ApiError(
                 413,
@@ -333,7 +361,8 @@ async def hidden_states(request: Request, body: HiddenStatesRequest) -> Response
     worker = server.worker(body.model)
 
     async def answer() -> Response:
-        work = await anyio.to_thread.run_sync(_Work, server, worker, body)
+        work = await server.threads.run(lambda: _Work(server, worker, body))
+        await server.budget.take(request, work.n_bytes)
         found = await worker.extract(work.jobs)
         return await anyio.to_thread.run_sync(work.response, found)
 

@@ -1,15 +1,16 @@
-"""Who is let in, and how much a request may send: before anything is parsed."""
+"""Who is let in, and what a request may send: before anything is parsed."""
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llamatap.serve.errors import ApiError, error_response
 
-__all__ = ["ApiKey", "BodyLimit"]
+__all__ = ["ApiKey", "BodyLimit", "HostCheck", "JsonOnly", "is_loopback"]
 
 #: What tells nothing of the models: a load balancer, and a browser that is yet to ask for the key.
 _OPEN = frozenset(("/", "/health"))
@@ -20,12 +21,13 @@ class ApiKey:
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self.app = app
-        self.expected = f"Bearer {key}".encode()
+        self.expected = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in _OPEN:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self.expected):
+            scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+            # The scheme is written as one likes (RFC 9110).
+            if not (scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self.expected)):
                 error = ApiError(
                     401,
                     "authentication_error",
@@ -33,6 +35,65 @@ class ApiKey:
                     "this server has an API key; send it as 'Authorization: Bearer KEY'",
                 )
                 await error_response(error)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address is of this machine, and reached from nowhere else."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+class HostCheck:
+    """Middleware: 403 unless ``Host`` names this machine. A page of another site whose name leads here (DNS
+    rebinding) would otherwise read what a server without a key gives."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            given = dict(scope["headers"]).get(b"host", b"").decode("latin-1").lower()
+            name, colon, port = given.rpartition(":")
+            host = (name if colon and port.isdigit() else given).rstrip(".")
+            if not is_loopback(host):
+                error = ApiError(
+                    403,
+                    "invalid_request_error",
+                    "host_not_allowed",
+                    f"the request is for the host {host[:100]!r}; a server without a key answers for "
+                    "localhost alone: start it with --api-key, or with --insecure if that is meant",
+                )
+                await error_response(error)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+class JsonOnly:
+    """Middleware: 400 for bodies that do not say that they are JSON: browsers let any page send those to any
+    address."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            given = dict(scope["headers"]).get(b"content-type", b"").partition(b";")[0].strip().lower()
+            if given != b"application/json":
+                found = given.decode("latin-1")[:100] or "nothing"
+                error = ApiError(
+                    400,
+                    "invalid_request_error",
+                    "unsupported_media_type",
+                    f"a body is sent with 'Content-Type: application/json'; found {found}",
+                )
+                response = error_response(error)
+                # The body is not read.
+                response.headers["Connection"] = "close"
+                await response(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 

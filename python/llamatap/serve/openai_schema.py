@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJson
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-__all__ = ["ChatRequest", "CompletionRequest", "ModelList", "Sampling"]
+from llamatap.serve.fields import Body, Ids, Prompts
 
-Ids = list[Annotated[int, Field(ge=0, le=2**31 - 1)]]
+__all__ = ["ChatRequest", "CompletionRequest", "ModelCard", "ModelList", "Sampling"]
 
 
 class Unserved:
@@ -46,15 +46,16 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Sampling(BaseModel):
+class Sampling(Body):
     """What completions of either kind take."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str = Field(description="a name of GET /v1/models")
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     temperature: float | None = Field(
-        None, ge=0, le=100, description="default 1; 0 takes the most likely token"
+        None,
+        ge=0,
+        le=100,
+        description="default 1; 0 takes the most likely token, and so does less than 1e-5",
     )
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1, description="0 or -1: of all")
@@ -63,10 +64,10 @@ class Sampling(BaseModel):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="of the random numbers")
-    stop: str | list[str] | None = Field(
+    stop: str | Annotated[list[str], Field(fail_fast=True, max_length=16)] | None = Field(
         None, description="strings that end the text, and are not part of it"
     )
-    stop_token_ids: Ids | None = None
+    stop_token_ids: Annotated[Ids, Field(max_length=256)] | None = None
     ignore_eos: bool | None = None
     n: int | None = Field(None, ge=1, le=16, description="texts for each prompt")
     stream: bool | None = None
@@ -95,20 +96,26 @@ class Sampling(BaseModel):
     skip_special_tokens: Annotated[Any, Unserved(True)] = None
     spaces_between_special_tokens: Annotated[Any, Unserved(True)] = None
     echo: Annotated[Any, Unserved(False)] = None
+    allowed_token_ids: Annotated[Any, Unserved()] = None
+    bad_words: Annotated[Any, Unserved([])] = None
+    length_penalty: Annotated[Any, Unserved(1, 1.0)] = None
+    priority: Annotated[Any, Unserved(0)] = None
+    return_tokens_as_token_ids: Annotated[Any, Unserved(False)] = None
+    truncate_prompt_tokens: Annotated[Any, Unserved()] = None
+    use_beam_search: Annotated[Any, Unserved(False)] = None
 
 
 class CompletionRequest(Sampling):
     """Continue prompts."""
 
-    prompt: str | Ids | list[str] | list[Ids] = Field(description="text, token ids, or a list of either")
+    prompt: Prompts = Field(description="text, token ids, or a list of either")
     logprobs: int | None = Field(None, ge=0, le=20, description="of so many likely tokens at each place")
     best_of: int | None = Field(None, ge=1, description="1, or as n: no other texts are generated")
     suffix: Annotated[Any, Unserved("")] = None
+    add_special_tokens: Annotated[Any, Unserved(True)] = None
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class TextPart(Body):
     type: Literal["text"]
     text: str
 
@@ -117,19 +124,20 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
 
 
 class ChatRequest(Sampling):
     """Answer a conversation, by the model's own chat template."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1, max_length=1024)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the template")
+    add_special_tokens: Annotated[Any, Unserved(False)] = None
     audio: Annotated[Any, Unserved()] = None
     function_call: Annotated[Any, Unserved("none", "auto")] = None
     functions: Annotated[Any, Unserved([])] = None

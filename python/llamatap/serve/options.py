@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from llamatap._check import integer
 from llamatap.context import ContextOptions
+from llamatap.errors import InvalidInputError
 from llamatap.layers import LayerId
 
 __all__ = ["ModelOptions", "ServerOptions", "VerifierOptions"]
@@ -39,6 +42,14 @@ class ModelOptions:
     drafter: str | None = None
     n_max: int | Literal["auto"] | None = None
 
+    def __post_init__(self) -> None:
+        integer("n_ctx", self.n_ctx, 0)
+        integer("parallel", self.parallel, 1, 1024)
+        if 0 < self.n_ctx < self.parallel:
+            raise InvalidInputError(
+                f"n_ctx is {self.n_ctx}, for {self.parallel} texts at once; each needs a token at least"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class VerifierOptions:
@@ -58,26 +69,45 @@ class VerifierOptions:
     quota_bytes: int = 16 * 2**30
     max_age: float = 3600.0
 
+    def __post_init__(self) -> None:
+        integer("quota_bytes", self.quota_bytes, 1, 2**63 - 1)
+        if not self.max_age > 0:
+            raise InvalidInputError(f"max_age must be above 0 seconds, not {self.max_age}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """Limits of a server, and who may use it.
 
     :ivar api_key: what ``Authorization: Bearer`` must bring; None lets everybody in.
+    :ivar any_host: whether a server without a key answers requests whose ``Host`` is not this machine.
     :ivar max_queue: prompts of a model that may wait; further requests get 429.
     :ivar max_body_bytes: of a request.
     :ivar max_response_bytes: of the states of a request, before they are encoded.
+    :ivar max_pending_bytes: of the states of all requests, and of what they are encoded to, from before they
+        are computed until they are sent; requests wait for their share.
     :ivar max_length: what ``max_length`` of a request may be, and the most tokens of a prompt.
     :ivar max_inputs: prompts of one request.
     :ivar verifier: where completions leave files of states; None: they leave none.
-    :ivar presets: further presets, by name: TOML files.
+    :ivar presets: TOML files of further presets.
     """
 
     api_key: str | None = None
+    any_host: bool = False
     max_queue: int = 256
     max_body_bytes: int = 4 * 2**20
     max_response_bytes: int = 256 * 2**20
+    max_pending_bytes: int = 4 * 2**30
     max_length: int = 32768
     max_inputs: int = 256
     verifier: VerifierOptions | None = None
-    presets: dict[str, Path] = field(default_factory=dict)
+    presets: tuple[Path, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name.startswith("max_"):
+                integer(name, value, 1, 2**63 - 1)
+        if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):
+            raise InvalidInputError(
+                "an API key is of printable ASCII characters without blanks, one at least"
+            )

@@ -8,16 +8,26 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-__all__ = ["as_base64", "as_lists", "as_safetensors"]
+__all__ = ["Encoding", "as_base64", "as_lists", "as_safetensors", "bytes_of"]
+
+Encoding = Literal["float", "base64", "safetensors"]
 
 # Divisible by 3, so that the pieces of base64 join without padding between them.
 _PIECE = 3 * 2**16
+
+
+def bytes_of(n_numbers: int, itemsize: int, encoding: Encoding) -> int:
+    """The most bytes that numbers take from their extraction until they are sent: themselves, and twice what
+    they are encoded to, which is joined from pieces."""
+    # A float32 has nine digits, and a sign, a point, an exponent or zeros, and a comma.
+    each = {"float": 13.0, "base64": 4 / 3 * itemsize, "safetensors": float(itemsize)}[encoding]
+    return int(n_numbers * (itemsize + 2 * each))
 
 
 def _rows(array: NDArray[Any]) -> Iterator[bytes]:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from fastapi import Request
+from collections.abc import Sequence
 
+import numpy as np
+from fastapi import Request
+from numpy.typing import NDArray
+
+from llamatap._prompts import prompt_tokens
 from llamatap.errors import InvalidInputError
+from llamatap.model import Model
 from llamatap.presets import Preset, load_preset, preset_names
+from llamatap.serve.budget import Budget, Threads
 from llamatap.serve.errors import ApiError
 from llamatap.serve.metrics import Metrics
 from llamatap.serve.options import ServerOptions
@@ -13,6 +20,9 @@ from llamatap.serve.verifier import VerifierFiles
 from llamatap.serve.worker import ModelWorker
 
 __all__ = ["Server", "server_of"]
+
+# Of a token, on average. Longer texts are not tokenised in vain.
+_MOST_CHARACTERS = 16
 
 
 class Server:
@@ -30,8 +40,15 @@ class Server:
         self.metrics = metrics
         self.verifier = verifier
         self.presets: dict[str, Preset] = {name: load_preset(name) for name in preset_names()}
-        for name, path in options.presets.items():
-            self.presets[name] = load_preset(path)
+        for path in options.presets:
+            preset = load_preset(path)
+            if preset.name in self.presets:
+                raise InvalidInputError(
+                    f"{path}: there is a preset {preset.name!r} already; name it otherwise"
+                )
+            self.presets[preset.name] = preset
+        self.threads = Threads(options.max_queue)
+        self.budget = Budget(options.max_pending_bytes, options.max_queue)
 
     def worker(self, model: str) -> ModelWorker:
         """The model of a name.
@@ -47,6 +64,19 @@ class Server:
                 "model_not_found",
                 f"no model {model!r} here; there are {', '.join(self.workers)}",
             ) from None
+
+    def tokens(self, model: Model, prompt: str | Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
+        """The token ids of a prompt, int32 ``(n,)``; long work.
+
+        :raises InvalidInputError: it is empty, or longer than any that the server takes.
+        """
+        most = _MOST_CHARACTERS * self.options.max_length
+        if isinstance(prompt, str) and len(prompt) > most:
+            raise InvalidInputError(
+                f"the text has {len(prompt)} characters; this server takes prompts of "
+                f"{self.options.max_length} tokens, and tokenises {most} characters at most"
+            )
+        return prompt_tokens(model, prompt, None)
 
     def preset(self, name: str) -> Preset:
         """The preset of a name: one that the server knows, for a request must not name files.

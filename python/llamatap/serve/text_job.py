@@ -15,13 +15,12 @@ from fastapi import Response
 from numpy.typing import NDArray
 
 from llamatap import layers as layer_ids
-from llamatap._prompts import prompt_tokens
 from llamatap.generate import GenerateOptions
 from llamatap.generation import Event, Generation, TokenLogprobs
 from llamatap.layers import LayerId
 from llamatap.serve.errors import ApiError
 from llamatap.serve.openai_schema import Sampling
-from llamatap.serve.payload import as_lists
+from llamatap.serve.payload import as_lists, bytes_of
 from llamatap.serve.state import Server
 from llamatap.serve.worker import ModelWorker
 
@@ -51,6 +50,8 @@ class TextJob(ABC):
         self.prompts: list[NDArray[np.int32]] = []
         self.layer: LayerId | None = None
         self.verifier_layers: tuple[LayerId, ...] = ()
+        #: The most memory that its states take until they are sent; after :meth:`prepare`.
+        self.n_bytes = 0
         if body.stream_options is not None and not body.stream:
             raise ApiError.invalid("stream_options is of stream, which is not asked for")
         if body.return_hidden_states:
@@ -103,7 +104,10 @@ class TextJob(ABC):
                 "response",
                 "too_many_inputs",
             )
-        self.prompts = [prompt_tokens(self.model, one, None) for one in inputs]
+        if self.n_logprobs is not None or self.body.stop is not None:
+            # Raises where the model has no tokenizer, and so no texts to look for or to show.
+            self.model.token_bytes(0)
+        self.prompts = [self.server.tokens(self.model, one) for one in inputs]
         if self.body.return_hidden_states:
             (found,) = layer_ids.translate(
                 [-1 if self.body.layer is None else self.body.layer],
@@ -114,7 +118,10 @@ class TextJob(ABC):
             (self.layer,) = layer_ids.normalize(found, self.model.n_layer)
             rows = sum(len(one) + self._most_tokens(one) for one in self.prompts)
             limit = self.server.options.max_response_bytes
-            if self.body.return_hidden_states is True and 4 * rows * self.model.n_embd > limit:
+            n_numbers = rows * self.model.n_embd
+            if self.body.return_hidden_states is True:
+                self.n_bytes += bytes_of(n_numbers, 4, "float")
+            if self.body.return_hidden_states is True and 4 * n_numbers > limit:
                 raise ApiError(
                     413,
                     "invalid_request_error",
@@ -127,21 +134,26 @@ class TextJob(ABC):
             if len(self.prompts) > 1:
                 raise ApiError.invalid("a verifier takes one prompt a request")
             self.verifier_layers = verifier.layers(self.model)
+            n_tokens, width = len(self.prompts[0]), len(self.verifier_layers) * self.model.n_embd
             # Again when the file is written; a refusal is cheaper now.
-            verifier.check_room(len(self.prompts[0]), len(self.verifier_layers) * self.model.n_embd)
+            verifier.check_room(n_tokens, width)
+            self.n_bytes += bytes_of(n_tokens * width, 4, "safetensors")
 
     def _most_tokens(self, prompt: NDArray[np.int32]) -> int:
         """That may be generated after a prompt. A request that does not say gets shares of the context, as
         many as leave it a quarter of one."""
         share = self.worker.text_room
         shares = (len(prompt) + share // 4) // share + 1
-        return self.max_tokens or max(min(shares * share, self.worker.n_ctx) - len(prompt), 1)
+        wanted = self.max_tokens or min(shares * share, self.worker.n_ctx) - len(prompt)
+        # The last token needs no place.
+        return max(min(wanted, self.worker.n_ctx + 1 - len(prompt)), 1)
 
     def _options(self, prompt: NDArray[np.int32], number: int) -> GenerateOptions:
         body = self.body
         options: GenerateOptions = {
             "max_tokens": self._most_tokens(prompt),
-            "temperature": 1.0 if body.temperature is None else body.temperature,
+            # As vLLM does, lest logits overflow.
+            "temperature": 1.0 if body.temperature is None else body.temperature * (body.temperature >= 1e-5),
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "top_k": max(body.top_k or 0, 0),
             "min_p": body.min_p or 0.0,
@@ -187,7 +199,7 @@ class TextJob(ABC):
         return []
 
     def besides(self) -> dict[str, Any]:
-        """Further fields of the whole answer."""
+        """Further fields of the whole answer, and of its first chunk."""
         return {}
 
     def chunks(self, index: int, event: Event) -> list[dict[str, Any]]:
@@ -237,9 +249,24 @@ class TextJob(ABC):
             choices.append(choice)
         content = self.frame(choices, whole=True) | {"usage": self.usage(done)}
         content |= self.besides()
+        if self.layer is not None:
+            content |= self._about_states(done[0])
         if self.verifier_layers:
             content["kv_transfer_params"] = {"hidden_states_path": self._leave_file(done[0])}
         return Response(orjson.dumps(content), media_type="application/json")
+
+    def _about_states(self, found: Generation) -> dict[str, Any]:
+        """What the rows of ``hidden_states`` are, as ``/v1/hidden_states`` says it."""
+        assert found.states is not None
+        assert self.layer is not None
+        about = found.states.select((self.layer,)).provenance
+        return {
+            "layer": -1 if self.body.layer is None else self.body.layer,
+            "dtype": "float32",
+            "provenance": {
+                key: about[key] for key in about if key not in ("window", "max_length", "pooling")
+            },
+        }
 
     def _hidden_states(self, found: Generation) -> orjson.Fragment:
         """The prompt's rows and then one a token, or the last one's."""

@@ -28,7 +28,7 @@ from llamatap.errors import EngineError, NotFiniteError
 from llamatap.extract import Extractor
 from llamatap.generate import GenerateOptions
 from llamatap.generation import Event
-from llamatap.layers import LayerId, slots
+from llamatap.layers import LayerId
 from llamatap.model import Model
 from llamatap.model_drafters import DraftOptions, named_drafter
 from llamatap.serve.errors import ApiError
@@ -41,9 +41,13 @@ __all__ = ["Extraction", "ModelWorker"]
 
 _logger = logging.getLogger("llamatap.serve")
 
-# What one call of the engine computes, so that generation and other requests get their turn.
-_MOST_TOKENS = 4096
+# What one turn computes: one pass of the engine, so that texts get their round and clients that went away
+# cost no more than that. A longer prompt has a turn of its own.
+_MOST_TOKENS = 512
 _MOST_PROMPTS = 64
+
+# Layers that a batch may compute for the sake of others, whose memory nobody has asked for.
+_MOST_FOREIGN_LAYERS = 4
 
 Pooling = Literal["mean", "last", "max"]
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -55,15 +59,21 @@ class Extraction:
 
     :ivar tokens: int32 ``(n,)``.
     :ivar layers: normalised ids of llamatap.
+    :ivar depth: the slot of the deepest of them: nothing beyond it is computed.
     :ivar window: the positions that are wanted, as of :func:`llamatap.extract`.
     """
 
     tokens: NDArray[np.int32]
     layers: tuple[LayerId, ...]
+    depth: int
     dtype: Dtype = "float32"
     pooling: Pooling | None = None
     window: tuple[int | None, int | None] | None = None
     result: Future[States] = field(default_factory=Future)
+
+    def shares_with(self, layers: frozenset[LayerId]) -> bool:
+        """Whether a batch of these layers costs it little more memory than its own."""
+        return len(layers | set(self.layers)) <= len(self.layers) + _MOST_FOREIGN_LAYERS
 
 
 @dataclass(eq=False)
@@ -76,8 +86,16 @@ class _Text:
     gone: threading.Event = field(default_factory=threading.Event)
     #: Whether its events are sent as they come, so that it cannot begin again.
     streamed: bool = False
-    #: Whether an event of it was delivered.
+    #: Whether an event of it was delivered since it was let in.
     begun: bool = False
+    #: Rounds of it that failed while others were under way.
+    failures: int = 0
+
+    @property
+    def on_trial(self) -> bool:
+        """Whether it may be what makes others fail: once it has failed beside them until it goes on alone,
+        and after a second time to its end."""
+        return self.failures > 1 or (self.failures == 1 and not self.begun)
 
 
 class ModelWorker:
@@ -109,8 +127,9 @@ class ModelWorker:
         self._changed = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
-        #: Seconds that a prompt took lately, as a moving average.
+        #: Seconds that a prompt took lately, as a moving average, and those since the last one was done.
         self._pace = 0.1
+        self._spent = 0.0
         if options.drafter is not None:
             # A drafter that does not fit the model is better known at once.
             self._session = self._new_session()
@@ -133,9 +152,15 @@ class ModelWorker:
         self.model.close()
 
     @property
+    def longest(self) -> int:
+        """The most tokens of a prompt whose states are wanted; 0 where there is no limit."""
+        return self.model.n_ctx_train
+
+    @property
     def n_ctx(self) -> int:
-        """Tokens that fit into the context of texts."""
-        return self.options.n_ctx or self.options.parallel * min(self.model.n_ctx_train, 4096)
+        """Tokens that fit into the context of texts; the engine makes them a multiple of 256."""
+        wanted = self.options.n_ctx or self.options.parallel * min(self.model.n_ctx_train, 4096)
+        return -(-wanted // 256) * 256
 
     @property
     def text_room(self) -> int:
@@ -241,35 +266,66 @@ class ModelWorker:
                     self._changed.wait()
                 if not self.waiting:
                     return
-            started = time.perf_counter()
-            done = self._extract_some() + self._generate_some()
-            if done:
-                self._pace += 0.1 * ((time.perf_counter() - started) / done - self._pace)
+            try:
+                self._turn()
+            except Exception as error:
+                # Whatever it is, nobody must wait for ever, and the next requests find it working.
+                _logger.exception("the thread of %s failed", self.name)
+                self._give_up(error)
+
+    def _turn(self) -> None:
+        """A batch of extraction, and a round of all texts."""
+        started = time.perf_counter()
+        done = self._extract_some() + self._generate_some()
+        self._spent += time.perf_counter() - started
+        if done:
+            self._pace += 0.1 * (self._spent / done - self._pace)
+            self._spent = 0.0
+
+    def _give_up(self, error: Exception) -> None:
+        """Tell all that wait or are under way that the thread failed."""
+        with self._changed:
+            jobs, self._extractions = self._extractions, deque()
+            texts = [*self._live.values(), *self._suspects, *self._texts]
+            self._live.clear()
+            self._suspects.clear()
+            self._texts.clear()
+        for job in jobs:
+            if job.result.set_running_or_notify_cancel():
+                job.result.set_exception(error)
+        for text in texts:
+            text.deliver(error)
+        if self._session is not None:
+            self._forget_session(self._session)
 
     def _next_extractions(self) -> list[Extraction]:
         """The prompt that waits longest, and others that can share its batch: of its deepest layer (so that
         none costs more layers than it asks for), dtype and pooling."""
-
-        def kind(job: Extraction) -> tuple[object, ...]:
-            deepest = max(slots(job.layers, self.model.n_layer))
-            return deepest, job.dtype, job.pooling
-
         chosen: list[Extraction] = []
         with self._changed:
+            most = self.options.context.get("n_ubatch", _MOST_TOKENS)
             left: deque[Extraction] = deque()
             n_tokens = 0
-            first: tuple[object, ...] | None = None
+            layers: frozenset[LayerId] = frozenset()
             for job in self._extractions:
                 if job.result.cancelled():
                     continue
-                first = kind(job) if first is None else first
-                fits = not chosen or (
-                    len(chosen) < _MOST_PROMPTS and n_tokens + len(job.tokens) <= _MOST_TOKENS
-                )
-                if not fits or kind(job) != first:
-                    left.append(job)
-                elif job.result.set_running_or_notify_cancel():
+                if chosen:
+                    first = chosen[0]
+                    alike = (job.depth, job.dtype, job.pooling) == (first.depth, first.dtype, first.pooling)
+                    union = layers.union(job.layers)
+                    sharing = (job,) if union == layers else (*chosen, job)
+                    if (
+                        not alike
+                        or len(chosen) == _MOST_PROMPTS
+                        or n_tokens + len(job.tokens) > most
+                        or not all(one.shares_with(union) for one in sharing)
+                    ):
+                        left.append(job)
+                        continue
+                if job.result.set_running_or_notify_cancel():
                     n_tokens += len(job.tokens)
+                    layers = layers.union(job.layers)
                     chosen.append(job)
             self._extractions = left
         return chosen
@@ -287,9 +343,12 @@ class ModelWorker:
                 self._extract_alone(job)
         else:
             for job, states in zip(jobs, found, strict=True):
-                job.result.set_result(states)
-        self.metrics.tokens.labels(self.name, "extracted").inc(sum(len(job.tokens) for job in jobs))
+                self._give(job, states)
         return len(jobs)
+
+    def _give(self, job: Extraction, states: States) -> None:
+        self.metrics.tokens.labels(self.name, "extracted").inc(len(job.tokens))
+        job.result.set_result(states)
 
     def _extract_alone(self, job: Extraction) -> None:
         try:
@@ -297,7 +356,7 @@ class ModelWorker:
         except Exception as error:
             job.result.set_exception(error)
         else:
-            job.result.set_result(states)
+            self._give(job, states)
 
     def _states(self, jobs: Sequence[Extraction]) -> list[States]:
         layers = tuple(dict.fromkeys(layer for job in jobs for layer in job.layers))
@@ -329,15 +388,10 @@ class ModelWorker:
 
     def _generate_some(self) -> int:
         """Let waiting texts in, and do a round of all. How many texts it ended."""
-        if self._suspects:
-            # Alone: one of those that failed together makes the others fail, and nobody knows which.
-            if not self._live:
-                self._admit(self._suspects.popleft())
-        else:
-            while self._texts:
-                # It waits until it is let in: a context may have to be made first.
-                self._admit(self._texts[0])
-                self._texts.popleft()
+        while (queue := self._suspects or self._texts) and self._may_enter(queue[0]):
+            # It waits until it is let in: a context may have to be made first.
+            self._admit(queue[0])
+            queue.popleft()
         for index, text in self._live.items():
             if text.gone.is_set():
                 assert self._session is not None
@@ -360,6 +414,16 @@ class ModelWorker:
                 ended += 1
         return ended
 
+    def _may_enter(self, text: _Text) -> bool:
+        """Whether a text may be let in: one on trial is the only one on trial, and takes no stream along that
+        could not begin again."""
+        live = self._live.values()
+        if any(one.on_trial for one in live):
+            return False
+        if text.failures > 1:
+            return not live
+        return text.failures == 0 or not any(one.streamed and one.begun for one in live)
+
     def _step(self, session: Session) -> list[Event]:
         """A round; of one that fails no events."""
         try:
@@ -374,16 +438,21 @@ class ModelWorker:
         return []
 
     def _fail(self, texts: Sequence[_Text], error: Exception) -> None:
-        """Tell texts that a round of theirs failed; those that nobody has read of yet are tried once more,
-        each alone."""
+        """Tell texts that a round of theirs failed; those that failed beside others, and that nobody has read
+        of yet, begin again."""
         # Whatever it is, it is not the request's fault.
         failure: Exception = ApiError(
             500, "internal_error", "generation_failed", f"generation failed: {error}"
         )
         if isinstance(error, NotFiniteError):
+            # But the model's.
             failure = error
+        # If one of them is on trial, those that went on before it came are not the cause.
+        suspected = [text for text in texts if text.on_trial] or texts
         for text in texts:
             if len(texts) > 1 and not (text.streamed and text.begun):
+                text.failures += text in suspected
+                text.begun = False
                 self._suspects.append(text)
             else:
                 text.deliver(failure)

@@ -1,0 +1,58 @@
+"""What the bodies of requests are made of.
+
+Bodies are checked on the event loop, so the first mistake ends the check: a list of a million wrong elements,
+or a body of as many unknown fields, is one error.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+__all__ = ["Body", "Ids", "Prompts", "Texts"]
+
+Ids: TypeAlias = Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(fail_fast=True)]
+Texts: TypeAlias = Annotated[list[str], Field(fail_fast=True)]
+
+
+def _kind(value: Any) -> str | None:
+    """Which kind of prompts these are meant to be, by the first of them."""
+    if isinstance(value, str):
+        return "text"
+    if not isinstance(value, list):
+        return None
+    first = value[0] if value else ""
+    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
+
+
+#: A text, token ids, or a list of either.
+Prompts: TypeAlias = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[Ids, Tag("ids")]
+    | Annotated[Texts, Tag("texts")]
+    | Annotated[list[Ids], Field(fail_fast=True), Tag("lists")],
+    Discriminator(
+        _kind,
+        custom_error_type="prompts",
+        custom_error_message="expected a text, token ids, or a list of either",
+    ),
+]
+
+
+class Body(BaseModel):
+    """An object whose fields are all known, each of the very type that it should have."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            unknown = next((name for name in data if name not in cls.model_fields), None)
+            if unknown is not None:
+                raise PydanticCustomError(
+                    "unknown_field", "{name} is no field of this request", {"name": str(unknown)[:100]}
+                )
+        return data
