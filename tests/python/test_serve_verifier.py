@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  safetensors reads bfloat16 with it
 import numpy as np
 import pytest
-from conftest import relative
+from conftest import computes_with_nan, relative
 from numpy.typing import NDArray
 from safetensors import safe_open
 from serving import Running, running, tiny_options
@@ -199,6 +199,7 @@ def test_a_request_cannot_say_where(server: Running, folder: Path, field: str) -
     assert list(folder.iterdir()) == []
 
 
+@computes_with_nan
 def test_states_that_are_no_numbers_are_not_written(tmp_path: Path, folder: Path) -> None:
     tiny = TinyLlama()
     tiny.weights["token_embd.weight"][10] = np.nan
@@ -210,6 +211,7 @@ def test_states_that_are_no_numbers_are_not_written(tmp_path: Path, folder: Path
         read(ask(server, [9, 11]))
 
 
+@computes_with_nan
 def test_logits_that_are_no_numbers(tmp_path: Path) -> None:
     tiny = TinyLlama()
     tiny.weights["output.weight"][10] = np.nan
