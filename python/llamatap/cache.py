@@ -8,6 +8,8 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,19 +27,25 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def atomic_path(target: Path) -> Iterator[Path]:
-    """A path beside ``target`` to write to, renamed to it at the end and removed on an error.
+    """A path to write to, renamed to ``target`` at the end and removed on an error, as is all that writing it
+    leaves beside it.
 
-    An empty file is there, of the usual mode; what is put in its place has a mode of its own. Its name is
-    that of the target with a dot before it and, after another dot, eight hexadecimal digits.
+    It has the target's name, in a folder beside the target: the name with a dot before it and, after another
+    dot, eight hexadecimal digits. That folder is all that a killed process leaves.
     """
-    scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    # The kernel applies the umask, which cannot be read without setting it for all threads.
-    os.close(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+    folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    folder.mkdir(0o700)
     try:
+        scratch = folder / target.name
+        # Has the kernel apply the umask, which cannot be read without setting it for all threads.
+        scratch.touch()
+        mode = stat.S_IMODE(scratch.stat().st_mode)
         yield scratch
+        # What was put in its place may have another.
+        scratch.chmod(mode)
         scratch.replace(target)
     finally:
-        scratch.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def hash_file(path: Path) -> str:

@@ -255,12 +255,12 @@ def check_finite(states: States, otherwise: str = "") -> None:
 def write_tensors(
     path: str | os.PathLike[str], tensors: Mapping[str, NDArray[Any]], provenance: Mapping[str, Any]
 ) -> None:
-    """Write a safetensors file, whole or not at all; what is None in the provenance is left out. Its bytes
-    are in memory for the while.
+    """Write a safetensors file, whole or not at all; what is None in the provenance is left out.
 
     :raises OSError: it cannot be written.
     """
-    from safetensors.numpy import save
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
 
     # The format's metadata holds strings only.
     metadata = {
@@ -270,7 +270,13 @@ def write_tensors(
     }
     if not (folder := Path(path).parent).is_dir():
         raise FileNotFoundError(f"no such folder: {folder}")
-    data = save({name: np.ascontiguousarray(array) for name, array in tensors.items()}, metadata)
-    # Its save_file writes to a name of its own choice first, which stays when the process is killed.
     with atomic_path(Path(path)) as scratch:
-        scratch.write_bytes(data)
+        try:
+            # From the arrays' own memory; to bytes first, they would be there twice more.
+            save_file(
+                {name: np.ascontiguousarray(array) for name, array in tensors.items()},
+                scratch,
+                metadata=metadata,
+            )
+        except SafetensorError as error:
+            raise OSError(f"cannot write {path}: {error}") from error

@@ -131,13 +131,13 @@ def test_a_file_is_whole_or_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def full_disk(path: Path, data: bytes) -> None:
-        path.write_text("half")
+    def full_disk(_: object, path: Path, **options: object) -> None:
+        path.write_bytes(b"half")
         raise OSError("no space left")
 
+    monkeypatch.setattr("safetensors.numpy.save_file", full_disk)
     out = tmp_path / "x.safetensors"
     out.write_bytes(b"before")
-    monkeypatch.setattr(Path, "write_bytes", full_disk)
     assert main(["encode", str(tiny_path), "--preset", str(preset), "abc", "-o", str(out)]) == 1
     assert "no space left" in capsys.readouterr().err
     assert out.read_bytes() == b"before"

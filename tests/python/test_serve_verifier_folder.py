@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 from serving import Running, running, tiny_options
 from test_serve_verifier import LAYERS, TOKENS, ask, is_held, named, paused_writing, read, serving
 from tiny import TinyLlama
@@ -121,17 +122,14 @@ def test_what_a_killed_server_left_goes(folder: Path) -> None:
 def test_what_another_server_is_writing_stays(folder: Path) -> None:
     folder.mkdir()
     lock, scratch = folder / f"{NAME}.lock", folder / f".{NAME}.0123abcd"
-    scratch.write_bytes(bytes(1000))
+    scratch.mkdir()
+    (scratch / ".tmpA1b2C3").touch()
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         make_old(lock, scratch)
-        found = files(folder, quota_bytes=1400)
+        found = files(folder)
         assert {path.name for path in folder.iterdir()} == {lock.name, scratch.name}
-        # And it counts.
-        with pytest.raises(ApiError) as caught:
-            found.check_room(1, 100)
-        assert caught.value.code == "verifier_folder_full"
-    found.check_room(1, 100)
+    found._sweep()
     assert list(folder.iterdir()) == []
 
 
@@ -170,10 +168,11 @@ def test_names_of_others_and_links_stay(folder: Path, tmp_path: Path) -> None:
     ]
     for name in strangers:
         (folder / name).write_text("not the server's")
-    links = [NAME, f"{NAME}.lock", f".{NAME}.00000000"]
+    links = [NAME, f"{NAME}.lock", f".{NAME}.00000000", NAME.replace("0", "e")]
     for name in links:
         (folder / name).symlink_to(precious)
     (folder / NAME.replace("0", "f")).mkdir()
+    (folder / f".{NAME}.11111111").write_text("no folder")
     everything = sorted(folder.iterdir())
     make_old(*everything, precious)
     files(folder, max_age=60).close()
@@ -315,17 +314,30 @@ def test_promised_bytes_count_on_a_disk(folder: Path, monkeypatch: pytest.Monkey
 def test_a_file_that_cannot_be_written(
     number: int, code: str, server: Running, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(*_: Any) -> None:
+    def failing(_: object, path: Path, **__: object) -> None:
+        path.write_text("half")
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_bytes", failing)
+        patched.setattr("safetensors.numpy.save_file", failing)
         found, message = refused(server)
         assert found == code
         assert str(folder) in message
         assert os.strerror(number) in message
     assert list(folder.iterdir()) == []
     assert read(ask(server))[0].tolist() == TOKENS
+
+
+def test_what_the_library_of_the_format_says(
+    server: Running, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise SafetensorError("No space left on device (os error 28)")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("safetensors.numpy.save_file", failing)
+        assert "No space left" in refused(server)[1]
+    assert list(folder.iterdir()) == []
 
 
 def test_a_folder_that_is_taken_away(server: Running, folder: Path) -> None:

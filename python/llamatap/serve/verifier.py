@@ -15,6 +15,7 @@ import fcntl
 import math
 import os
 import re
+import shutil
 import threading
 import time
 import uuid
@@ -34,11 +35,11 @@ from llamatap.states import DTYPES, States, write_tensors
 
 __all__ = ["VerifierFiles"]
 
-#: Files, their locks, and what is written until it is renamed to one. No other names are ever removed.
+#: Files, their locks, and the folders in which they are written first. No other names are ever removed.
 _FILE = r"(hs-[0-9a-f]{32}\.safetensors)"
 _NAME = re.compile(rf"{_FILE}(?:\.lock)?|\.{_FILE}\.[0-9a-f]{{8}}")
 
-#: Files that are written at one time. Each takes a thread and, until it is there, the memory of its bytes.
+#: Files that are written at one time. Each takes a thread, and memory where the dtype is another.
 _MOST_WRITERS = 16
 
 
@@ -226,7 +227,8 @@ class VerifierFiles:
                     continue
                 # A trainer may take a file away in between.
                 with contextlib.suppress(OSError):
-                    if entry.is_file(follow_symlinks=False):
+                    is_ours = entry.is_dir if match[2] else entry.is_file
+                    if is_ours(follow_symlinks=False):
                         found.setdefault(name, {})[entry.name] = entry.stat(follow_symlinks=False)
         oldest = time.time() - self.options.max_age
         self._present = 0
@@ -249,7 +251,11 @@ class VerifierFiles:
                     ends.callback(os.close, lock)
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 for part in parts:
-                    (self.folder / part).unlink(missing_ok=True)
+                    if part.startswith("."):
+                        # Follows no links.
+                        shutil.rmtree(self.folder / part)
+                    else:
+                        (self.folder / part).unlink(missing_ok=True)
         except OSError:
             return False
         return True
