@@ -187,11 +187,11 @@ def test_tokenising_has_few_threads_and_a_limit(tiny_path: Path, monkeypatch: py
         running([tiny_options(tiny_path)], ServerOptions(max_queue=3)) as server,
         ThreadPoolExecutor(20) as pool,
     ):
-        n_threads = server.state.threads._limiter.total_tokens
+        n_threads = server.state.threads._places.total_tokens
         asked: list[Any] = []
         for number in range(int(n_threads) + 3):
             asked.append(pool.submit(server.client.post, "/v1/hidden_states", json=body(number)))
-            until(lambda: occupied(server) == len(asked))
+            until(lambda: server.state.threads.occupied == len(asked))
         refused = server.client.post("/v1/hidden_states", json=body(99))
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
@@ -202,12 +202,6 @@ def test_tokenising_has_few_threads_and_a_limit(tiny_path: Path, monkeypatch: py
         assert set(codes) <= {200, 429}
         assert codes.count(200) >= 3
         assert len(threads) <= n_threads
-
-
-def occupied(server: Running) -> int:
-    """Requests that are tokenised, or wait for it."""
-    found = server.state.threads._limiter.statistics()
-    return found.borrowed_tokens + found.tasks_waiting
 
 
 def body(number: int) -> dict[str, Any]:
@@ -281,8 +275,8 @@ def with_memory(path: Path, n_bytes: int) -> Iterator[Running]:
 
 
 def test_answers_share_the_memory(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # 100 rows of 64 numbers: 4 bytes each, twice 4 for the body.
-    each = 100 * 64 * 12
+    # 100 rows of 64 numbers: 4 bytes each, and as many in the body.
+    each = 100 * 64 * 8
     ask = {"input": [5] * 100, "encoding_format": "safetensors", "model": "tiny"}
     held: list[int] = []
     with with_memory(tiny_path, 2 * each) as server, ThreadPoolExecutor(8) as pool:

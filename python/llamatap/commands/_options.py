@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 from llamatap.errors import InvalidInputError
 from llamatap.layers import LayerId
 
-__all__ = ["DTYPES", "add_loading", "draft_length", "layer_ids", "read_text"]
+__all__ = ["DTYPES", "above", "add_loading", "draft_length", "integers", "layer_ids", "read_text"]
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -19,6 +20,39 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     """``--gpu-layers`` and ``--weights``: how a model is loaded."""
     parser.add_argument("--gpu-layers", type=int, default=0, help="layers on the GPU; -1 for all")
     parser.add_argument("--weights", choices=("f32", "f16", "bf16"), help="convert the weights first")
+
+
+def integers(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
+    """The type of an option that takes integers of a range."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"expected an integer in {low}..{high}, found {text!r}")
+        return value
+
+    return read
+
+
+def above(low: float, unit: int = 1) -> Callable[[str], float]:
+    """The type of an option that takes numbers above another.
+
+    :param unit: what they are multiplied by.
+    """
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = low
+        if not low < value < 2.0**32:
+            raise argparse.ArgumentTypeError(f"expected a number above {low:g}, found {text!r}")
+        return max(value * unit, 1)
+
+    return read
 
 
 def draft_length(text: str) -> int | Literal["auto"]:

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llamatap.commands._options import DTYPES, add_loading, draft_length, layer_ids
+from llamatap.commands._options import DTYPES, above, add_loading, draft_length, integers, layer_ids
 from llamatap.errors import InvalidInputError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -30,7 +30,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="a model and what requests call it (default: the file's name); may be given again",
     )
     serve.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
-    serve.add_argument("--port", type=int, default=8000, help="0 for a free one (default: 8000)")
+    serve.add_argument(
+        "--port", type=integers(0, 65535), default=8000, help="0 for a free one (default: 8000)"
+    )
     serve.add_argument(
         "--api-key", help="what requests must bring (default: the variable LLAMATAP_API_KEY, if it is set)"
     )
@@ -40,7 +42,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="without a key, listen at any address and answer whatever host a request names",
     )
     add_loading(serve)
-    serve.add_argument("--threads", type=int, help="of the engine, for each model (default: one a core)")
+    serve.add_argument(
+        "--threads", type=integers(1), help="of the engine, for each model (default: one a core)"
+    )
     serve.add_argument(
         "--flash-attn",
         choices=("on", "off"),
@@ -59,10 +63,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="a drafter of the model's; ngram; or mtp for the model's own blocks",
     )
     text.add_argument("--n-max", help="tokens of a draft, or auto (default: 8 with ngram, else 4)")
-    text.add_argument("--parallel", type=int, default=8, help="texts generated at once (default: 8)")
+    text.add_argument(
+        "--parallel", type=integers(1, 1024), default=8, help="texts generated at once (default: 8)"
+    )
     text.add_argument(
         "--n-ctx",
-        type=int,
+        type=integers(0),
         default=0,
         help="tokens of all of them together; their memory is taken at the first text (default: what the "
         "model was trained with for each, 4096 at most)",
@@ -80,27 +86,38 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="ids as vLLM's, 0..n; H_n follows as the last (default: 2, n//2 and n-3 of n blocks)",
     )
     verifier.add_argument("--verifier-dtype", choices=DTYPES, default="bfloat16")
-    verifier.add_argument("--quota-gib", type=float, default=16.0, help="of all files (default: 16)")
     verifier.add_argument(
-        "--max-age", type=float, default=3600.0, metavar="SECONDS", help="of a file (default: 3600)"
+        "--quota-gib", type=above(0, 2**30), default=16 * 2**30, help="of all files (default: 16)"
+    )
+    verifier.add_argument(
+        "--max-age", type=above(0), default=3600.0, metavar="SECONDS", help="of a file (default: 3600)"
     )
     limits = serve.add_argument_group("limits")
-    limits.add_argument("--max-queue", type=int, default=256, help="prompts that wait (default: 256)")
-    limits.add_argument("--max-length", type=int, default=32768, help="tokens of a prompt (default: 32768)")
-    limits.add_argument("--max-inputs", type=int, default=256, help="prompts of a request (default: 256)")
-    limits.add_argument("--max-body-mib", type=float, default=4.0, help="of a request (default: 4)")
+    limits.add_argument("--max-queue", type=integers(1), default=256, help="prompts that wait (default: 256)")
     limits.add_argument(
-        "--max-response-mib", type=float, default=256.0, help="of the states of a request (default: 256)"
+        "--max-length", type=integers(1), default=32768, help="tokens of a prompt (default: 32768)"
+    )
+    limits.add_argument(
+        "--max-inputs", type=integers(1), default=256, help="prompts of a request (default: 256)"
+    )
+    limits.add_argument(
+        "--max-body-mib", type=above(0, 2**20), default=4 * 2**20, help="of a request (default: 4)"
+    )
+    limits.add_argument(
+        "--max-response-mib",
+        type=above(0, 2**20),
+        default=256 * 2**20,
+        help="of the states of a request (default: 256)",
     )
     limits.add_argument(
         "--max-pending-mib",
-        type=float,
-        default=4096.0,
+        type=above(0, 2**20),
+        default=4096 * 2**20,
         help="of all that are computed, encoded and sent at one time (default: 4096)",
     )
     limits.add_argument(
         "--drain",
-        type=int,
+        type=integers(0),
         default=60,
         metavar="SECONDS",
         help="for what was accepted, at the end (default: 60)",
@@ -159,20 +176,22 @@ def _options(arguments: argparse.Namespace) -> ServerOptions:
             folder=arguments.hidden_states_path,
             layers=None if arguments.verifier_layers is None else tuple(arguments.verifier_layers),
             dtype=arguments.verifier_dtype,
-            quota_bytes=int(arguments.quota_gib * 2**30),
+            quota_bytes=int(arguments.quota_gib),
             max_age=arguments.max_age,
         )
     elif arguments.verifier_layers is not None:
         raise InvalidInputError("--verifier-layers are of files; there is no --hidden-states-path")
     return ServerOptions(
-        api_key=os.environ.get("LLAMATAP_API_KEY") if arguments.api_key is None else arguments.api_key,
+        api_key=os.environ.get("LLAMATAP_API_KEY") or None
+        if arguments.api_key is None
+        else arguments.api_key,
         max_queue=arguments.max_queue,
-        max_body_bytes=int(arguments.max_body_mib * 2**20),
-        max_response_bytes=int(arguments.max_response_mib * 2**20),
+        max_body_bytes=int(arguments.max_body_mib),
+        max_response_bytes=int(arguments.max_response_mib),
         max_length=arguments.max_length,
         max_inputs=arguments.max_inputs,
         verifier=verifier,
-        max_pending_bytes=int(arguments.max_pending_mib * 2**20),
+        max_pending_bytes=int(arguments.max_pending_mib),
         any_host=arguments.insecure,
         presets=tuple(arguments.preset),
     )

@@ -90,20 +90,35 @@ class Budget:
 
 
 class Threads:
-    """Threads in which texts are tokenised. One whose client is gone is free when its work is done.
+    """Threads for long work: texts that are tokenised, states that are encoded.
 
     :param most_waiting: requests that may wait for one; further ones get 429.
     """
 
     def __init__(self, most_waiting: int) -> None:
         self.most_waiting = most_waiting
-        self._limiter = anyio.CapacityLimiter(min(os.cpu_count() or 1, 4))
+        n_threads = min(os.cpu_count() or 1, 4)
+        self._places = anyio.CapacityLimiter(n_threads)
+        self._threads = anyio.CapacityLimiter(n_threads)
+
+    @property
+    def occupied(self) -> int:
+        """Requests that have a thread, or wait for one."""
+        found = self._places.statistics()
+        return found.borrowed_tokens + found.tasks_waiting
 
     async def run(self, work: Callable[[], _T]) -> _T:
-        """What some work gives, and raises.
+        """What some work gives, and raises. Cancelled, it returns when the work is done: a thread cannot be
+        stopped, and until then the request keeps its place and its memory.
 
         :raises ApiError: too many requests wait.
         """
-        if self._limiter.statistics().tasks_waiting >= self.most_waiting:
+        if self._places.statistics().tasks_waiting >= self.most_waiting:
             raise _too_many("a thread")
-        return await anyio.to_thread.run_sync(work, limiter=self._limiter)
+        async with self._places:
+            task = asyncio.ensure_future(anyio.to_thread.run_sync(work, limiter=self._threads))
+            try:
+                return await asyncio.shield(task)
+            except asyncio.CancelledError:
+                await asyncio.wait([task])
+                raise

@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-import anyio.to_thread
 import orjson
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
@@ -41,7 +40,7 @@ def _card(worker: ModelWorker) -> ModelCard:
     return ModelCard(
         id=worker.name,
         created=worker.created,
-        max_model_len=worker.text_room,
+        max_model_len=worker.text_limit,
         n_layer=worker.model.n_layer,
         n_embd=worker.model.n_embd,
     )
@@ -103,7 +102,7 @@ async def _answer(request: Request, server: Server, job: TextJob) -> Response:
             async for choice, event in events:
                 if event.final is not None:
                     done[choice] = event.final
-        return await anyio.to_thread.run_sync(job.response, done)
+        return await server.encoders.run(lambda: job.response(done))
 
     return await unless_gone(request, whole())
 

@@ -126,7 +126,11 @@ def install(app: FastAPI) -> None:
         codes = {400: "invalid_body", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
         code = codes.get(error.status_code, "http_error")
         # FastAPI itself says 400 only of what is not UTF-8, or has numbers or lists beyond Python's limits.
-        message = "the body is no JSON in UTF-8" if error.status_code == 400 else str(error.detail)
+        message = (
+            "the body is no JSON in UTF-8, or nested too deeply"
+            if error.status_code == 400
+            else str(error.detail)
+        )
         found = error_response(ApiError(error.status_code, "invalid_request_error", code, message))
         found.headers.update(error.headers or {})
         return found

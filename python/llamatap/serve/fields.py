@@ -53,6 +53,8 @@ class Body(BaseModel):
             unknown = next((name for name in data if name not in cls.model_fields), None)
             if unknown is not None:
                 raise PydanticCustomError(
-                    "unknown_field", "{name} is no field of this request", {"name": str(unknown)[:100]}
+                    "unknown_field",
+                    "{name} is no field of this request",
+                    {"name": str(unknown)[:100].encode(errors="backslashreplace").decode()},
                 )
         return data

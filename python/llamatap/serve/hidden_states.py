@@ -11,9 +11,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-import anyio.to_thread
 import numpy as np
-import orjson
 from fastapi import APIRouter, Request, Response
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
@@ -26,7 +24,15 @@ from llamatap.presets import Preset
 from llamatap.serve.disconnect import unless_gone
 from llamatap.serve.errors import ApiError, ErrorResponse
 from llamatap.serve.fields import Body, Prompts, Texts
-from llamatap.serve.payload import Encoding, as_base64, as_lists, as_safetensors, bytes_of
+from llamatap.serve.payload import (
+    Encoding,
+    PiecewiseResponse,
+    as_base64,
+    as_lists,
+    as_safetensors,
+    bytes_of,
+    json_pieces,
+)
 from llamatap.serve.state import Server, server_of
 from llamatap.serve.worker import Extraction, ModelWorker
 from llamatap.states import DTYPES, States
@@ -125,14 +131,16 @@ class _Work:
         self.model = worker.model
         preset = self._preset(server)
         self.preset = preset
+        given = body.input if preset is None else body.prompt
+        is_list = isinstance(given, list) and not (given and isinstance(given[0], int))
+        if is_list and len(given or ()) > server.options.max_inputs:
+            raise ApiError.invalid(
+                f"{len(given or ())} inputs; this server takes {server.options.max_inputs} in a request",
+                "too_many_inputs",
+            )
         inputs = self._inputs()
         self.single = not isinstance(inputs, list)
         many: list[str | NDArray[np.int32]] = inputs if isinstance(inputs, list) else [inputs]
-        if len(many) > server.options.max_inputs:
-            raise ApiError.invalid(
-                f"{len(many)} inputs; this server takes {server.options.max_inputs} in a request",
-                "too_many_inputs",
-            )
         self.layers = self._layers()
         self.depth = max(layer_ids.slots(self.layers, self.model.n_layer))
         longest = server.options.max_length
@@ -301,20 +309,21 @@ class _Work:
         arrays = [states.array[..., 0, :] if self._is_flat else states.array for states in found]
         if body.encoding_format == "safetensors":
             return self._file(found, arrays, fields)
-        data = [
-            self._entry(i, states, array) for i, (states, array) in enumerate(zip(found, arrays, strict=True))
-        ]
-        if self.single:
-            content = data[0] | fields
-        else:
-            content = {"data": [{"index": i} | entry for i, entry in enumerate(data)]} | fields
-        return Response(orjson.dumps(content), media_type="application/json")
+        encode = as_base64 if body.encoding_format == "base64" else as_lists
+        data: list[dict[str, Any]] = []
+        fragments = []
+        for i, (states, array) in enumerate(zip(found, arrays, strict=True)):
+            data.append(({} if self.single else {"index": i}) | self._entry(i, states, array))
+            fragments.append((data[-1], "hidden_states", encode(array)))
+        # Of a single one its entry is the answer.
+        content = data[0] if self.single else {"data": data}
+        content |= fields
+        return PiecewiseResponse(json_pieces(content, fragments), "application/json")
 
     def _entry(self, index: int, states: States, array: NDArray[Any]) -> dict[str, Any]:
         body = self.body
-        encode = as_base64 if body.encoding_format == "base64" else as_lists
         entry: dict[str, Any] = {
-            "hidden_states": encode(array),
+            "hidden_states": None,
             "shape": list(array.shape),
             "truncated": self.truncated[index],
         }
@@ -339,7 +348,7 @@ class _Work:
             if self.body.return_attention_mask:
                 tensors[f"attention_mask{end}"] = np.ones(len(states), np.int64)
         fields["truncated"] = self.truncated[0] if self.single else self.truncated
-        return Response(as_safetensors(tensors, fields), media_type="application/octet-stream")
+        return PiecewiseResponse([as_safetensors(tensors, fields)], "application/octet-stream")
 
 
 def _common_provenance(states: States) -> dict[str, Any]:
@@ -364,6 +373,6 @@ async def hidden_states(request: Request, body: HiddenStatesRequest) -> Response
         work = await server.threads.run(lambda: _Work(server, worker, body))
         await server.budget.take(request, work.n_bytes)
         found = await worker.extract(work.jobs)
-        return await anyio.to_thread.run_sync(work.response, found)
+        return await server.encoders.run(lambda: work.response(found))
 
     return await unless_gone(request, answer())

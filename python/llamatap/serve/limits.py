@@ -98,8 +98,15 @@ class JsonOnly:
         await self.app(scope, receive, send)
 
 
+# Of lists and objects, and of commas, which stand between all else. They are read on the event loop; texts of
+# program code have fewer brackets than this.
+_MOST_BRACKETS = 2**18
+_MOST_COMMAS = 2**20
+
+
 class BodyLimit:
-    """Middleware: 413 for bodies beyond a limit, whether they say their length or come in chunks."""
+    """Middleware: 413 for bodies beyond a limit, whether they say their length or come in chunks, and for
+    those of so many parts that it takes long to read them."""
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self.app = app
@@ -118,14 +125,20 @@ class BodyLimit:
             response.headers["Connection"] = "close"
             await response(scope, receive, send)
             return
-        received = 0
+        received = brackets = commas = 0
 
         async def limited() -> Message:
-            nonlocal received
+            nonlocal received, brackets, commas
             message = await receive()
-            received += len(message.get("body", b""))
+            body = message.get("body", b"")
+            received += len(body)
+            brackets += body.count(b"[") + body.count(b"{")
+            commas += body.count(b",")
             if received > self.limit:
                 raise HTTPException(413, self.message, {"Connection": "close"})
+            if brackets > _MOST_BRACKETS or commas > _MOST_COMMAS:
+                too_many = "the body has too many lists, objects or elements; send it as several requests"
+                raise HTTPException(413, too_many, {"Connection": "close"})
             return message
 
         await self.app(scope, limited, send)

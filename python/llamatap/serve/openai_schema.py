@@ -124,7 +124,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: str
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=1024)] | None = None
 
 
 class ChatRequest(Sampling):

@@ -1,33 +1,52 @@
 """States as bodies of responses: nested lists, base64, or safetensors.
 
-Encoders work in pieces: what they call holds the GIL, and the event loop must get its turn in between.
+All is done in pieces. What encodes them holds the GIL, and the event loop must get its turn in between; and
+a body that is handed over whole lies in memory, however slowly its client reads.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-__all__ = ["Encoding", "as_base64", "as_lists", "as_safetensors", "bytes_of"]
+__all__ = [
+    "Encoding",
+    "PiecewiseResponse",
+    "as_base64",
+    "as_lists",
+    "as_safetensors",
+    "bytes_of",
+    "json_pieces",
+]
 
 Encoding = Literal["float", "base64", "safetensors"]
+
+# Of a piece of a body.
+_SENT_BYTES = 2**18
+
+# After which a client that takes nothing any more is given up.
+_PATIENCE_SECONDS = 60.0
 
 # Divisible by 3, so that the pieces of base64 join without padding between them.
 _PIECE = 3 * 2**16
 
 
 def bytes_of(n_numbers: int, itemsize: int, encoding: Encoding) -> int:
-    """The most bytes that numbers take from their extraction until they are sent: themselves, and twice what
-    they are encoded to, which is joined from pieces."""
+    """The most bytes that numbers take from their extraction until they are sent: themselves, and what they
+    are encoded to."""
     # A float32 has nine digits, and a sign, a point, an exponent or zeros, and a comma.
     each = {"float": 13.0, "base64": 4 / 3 * itemsize, "safetensors": float(itemsize)}[encoding]
-    return int(n_numbers * (itemsize + 2 * each))
+    return int(n_numbers * (itemsize + each))
 
 
 def _rows(array: NDArray[Any]) -> Iterator[bytes]:
@@ -35,19 +54,39 @@ def _rows(array: NDArray[Any]) -> Iterator[bytes]:
         yield orjson.dumps(np.ascontiguousarray(row, np.float32), option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def as_lists(array: NDArray[Any]) -> orjson.Fragment:
-    """Nested lists of numbers: each the shortest that reads back as the same float32."""
+def as_lists(array: NDArray[Any]) -> list[bytes]:
+    """Nested lists of numbers, in pieces: each the shortest that reads back as the same float32."""
     if array.ndim == 1:
-        (row,) = _rows(array[None])
-        return orjson.Fragment(row)
-    return orjson.Fragment(b"[" + b",".join(_rows(array)) + b"]")
+        return list(_rows(array[None]))
+    pieces = [b"["]
+    for row in _rows(array):
+        pieces += (row, b",")
+    pieces[-1 if len(pieces) > 1 else len(pieces) :] = [b"]"]
+    return pieces
 
 
-def as_base64(array: NDArray[Any]) -> orjson.Fragment:
-    """The bytes of the array, row-major and little-endian, in base64."""
+def as_base64(array: NDArray[Any]) -> list[bytes]:
+    """The bytes of the array, row-major and little-endian, in base64; in pieces."""
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     pieces = [base64.b64encode(data[i : i + _PIECE].data) for i in range(0, len(data), _PIECE)]
-    return orjson.Fragment(b'"' + b"".join(pieces) + b'"')
+    return [b'"', *pieces, b'"']
+
+
+def json_pieces(
+    content: dict[str, Any], fragments: Sequence[tuple[dict[str, Any], str, list[bytes]]]
+) -> list[bytes]:
+    """An object as JSON, in pieces.
+
+    :param fragments: what goes into parts of it: a part, a key of it, and the pieces of that key's value.
+    """
+    mark = uuid.uuid4().hex
+    for part, key, _ in fragments:
+        part[key] = mark
+    first, *others = orjson.dumps(content).split(f'"{mark}"'.encode())
+    pieces = [first]
+    for (_, _, inner), after in zip(fragments, others, strict=True):
+        pieces += (*inner, after)
+    return pieces
 
 
 def as_safetensors(tensors: dict[str, NDArray[Any]], fields: dict[str, Any]) -> bytes:
@@ -56,3 +95,39 @@ def as_safetensors(tensors: dict[str, NDArray[Any]], fields: dict[str, Any]) -> 
 
     metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in fields.items()}
     return save({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, metadata)
+
+
+class PiecewiseResponse(Response):
+    """A body that is sent in pieces, each when the client has taken those before it.
+
+    :param pieces: of the body, of any size.
+    """
+
+    def __init__(self, pieces: list[bytes], media_type: str) -> None:
+        super().__init__(None, media_type=media_type)
+        self._pieces = pieces
+        self.headers["Content-Length"] = str(sum(map(len, pieces)))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for body in self._packed():
+            message = {"type": "http.response.body", "body": body, "more_body": True}
+            # One that reads nothing any more must not keep memory that others wait for.
+            await asyncio.wait_for(send(message), _PATIENCE_SECONDS)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _packed(self) -> Iterator[bytes]:
+        """The body in pieces of about one size. What was given out is kept no longer."""
+        packed, size = [], 0
+        self._pieces.reverse()
+        while self._pieces:
+            piece = self._pieces.pop()
+            for i in range(0, len(piece), _SENT_BYTES):
+                part = piece[i : i + _SENT_BYTES]
+                packed.append(part)
+                size += len(part)
+                if size >= _SENT_BYTES:
+                    yield b"".join(packed)
+                    packed, size = [], 0
+        if packed:
+            yield b"".join(packed)

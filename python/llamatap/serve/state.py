@@ -48,6 +48,8 @@ class Server:
                 )
             self.presets[preset.name] = preset
         self.threads = Threads(options.max_queue)
+        # Not the same: states that are to be sent must not wait for texts, whose states wait for memory.
+        self.encoders = Threads(2**31)
         self.budget = Budget(options.max_pending_bytes, options.max_queue)
 
     def worker(self, model: str) -> ModelWorker:

@@ -15,6 +15,7 @@ from fastapi import Response
 from numpy.typing import NDArray
 
 from llamatap import layers as layer_ids
+from llamatap.errors import ContextFullError
 from llamatap.generate import GenerateOptions
 from llamatap.generation import Event, Generation, TokenLogprobs
 from llamatap.layers import LayerId
@@ -108,6 +109,12 @@ class TextJob(ABC):
             # Raises where the model has no tokenizer, and so no texts to look for or to show.
             self.model.token_bytes(0)
         self.prompts = [self.server.tokens(self.model, one) for one in inputs]
+        most = self.worker.text_limit
+        for prompt in self.prompts:
+            if len(prompt) > most:
+                raise ContextFullError(
+                    f"the prompt has {len(prompt)} tokens; {self.worker.name} takes texts of {most} at most"
+                )
         if self.body.return_hidden_states:
             (found,) = layer_ids.translate(
                 [-1 if self.body.layer is None else self.body.layer],
@@ -144,9 +151,10 @@ class TextJob(ABC):
         many as leave it a quarter of one."""
         share = self.worker.text_room
         shares = (len(prompt) + share // 4) // share + 1
-        wanted = self.max_tokens or min(shares * share, self.worker.n_ctx) - len(prompt)
+        most = self.worker.text_limit
+        wanted = self.max_tokens or min(shares * share, most) - len(prompt)
         # The last token needs no place.
-        return max(min(wanted, self.worker.n_ctx + 1 - len(prompt)), 1)
+        return max(min(wanted, most + 1 - len(prompt)), 1)
 
     def _options(self, prompt: NDArray[np.int32], number: int) -> GenerateOptions:
         body = self.body
@@ -275,12 +283,12 @@ class TextJob(ABC):
         rows = found.states[self.layer]
         _check_finite(rows)
         if self.body.return_hidden_states == "last":
-            return as_lists(rows[-1]) if len(rows) else orjson.Fragment(b"null")
+            return orjson.Fragment(b"".join(as_lists(rows[-1])) if len(rows) else b"null")
         assert found.prompt_states is not None
         prompt = found.prompt_states[self.layer]
         _check_finite(prompt)
         entries = [as_lists(prompt), *(as_lists(row) for row in rows)]
-        return orjson.Fragment(b"[" + b",".join(orjson.dumps(one) for one in entries) + b"]")
+        return orjson.Fragment(b"[" + b",".join(b"".join(one) for one in entries) + b"]")
 
     def _leave_file(self, found: Generation) -> str:
         verifier = self.server.verifier

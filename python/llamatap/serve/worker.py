@@ -163,6 +163,11 @@ class ModelWorker:
         return -(-wanted // 256) * 256
 
     @property
+    def text_limit(self) -> int:
+        """The most tokens of a text, its prompt included: what fits, and what the model was trained with."""
+        return min(self.n_ctx, self.model.n_ctx_train or self.n_ctx)
+
+    @property
     def text_room(self) -> int:
         """Tokens that a text may take when all others take as many."""
         return self.n_ctx // self.options.parallel
