@@ -89,7 +89,7 @@ test-peers: $(VENV)/.installed .venv-speculators/.installed
 
 test-train: .venv-train/.installed
 	.venv-train/bin/python -m pip install --no-build-isolation .
-	.venv-train/bin/python -m pytest tests/python/test_train_*.py
+	.venv-train/bin/python -m pytest tests/python/test_train_*.py tests/python/test_connectors.py
 
 # A browser and its driver, as Debian packs them.
 .PHONY: browser

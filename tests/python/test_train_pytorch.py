@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import uuid
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +12,8 @@ import pytest
 from training import sample, states
 
 import llamatap as lt
+from llamatap.connectors import SharedMemoryConnector
+from llamatap.states import DTYPES
 from llamatap.train import DataBuffer, TrainOptions, training_batch
 
 torch = pytest.importorskip("torch", reason="needs PyTorch; `make test-train` installs it")
@@ -143,7 +148,7 @@ def test_eagle_loss(vloss: float, ploss: float, rng: np.random.Generator) -> Non
         p = np.exp(logits) / np.exp(logits).sum()
         policy = -(p * (found - np.log(np.exp(found).sum()))).sum()
         expected += vloss * value + ploss * policy
-    assert count == 5
+    assert count == 4 + 2
     weights = torch.from_numpy(predicted).requires_grad_()
     result = eagle_loss(weights, batch, lambda x: x @ torch.from_numpy(head).T, options)
     assert result.shape == ()
@@ -223,3 +228,53 @@ def test_the_shift_of_speculators(layers: int) -> None:
         found = ours[name][0][inside]
         assert found.tolist() == theirs[names.get(name, name)][0, :n_rows].tolist()
     assert theirs["document_ids"][0, n_rows:].tolist() == [-1] * (64 - n_rows)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_trainer_of_speculators_reads_a_connector(dtype: str, tmp_path: Path) -> None:
+    """Its own data set and checks, on shared memory: tensors in the pages that were written."""
+    data = pytest.importorskip("speculators.train.data")
+    offline = pytest.importorskip("speculators.data_generation.offline")
+    datasets = pytest.importorskip("datasets")
+    from llamatap.connectors.speculators import SpeculatorsTransfer
+
+    texts = [[11, 12, 13, 14], [21, 22], [31, 32, 33]]
+    rows = {
+        "input_ids": texts,
+        "loss_mask": [[0, *[1] * (len(one) - 1)] for one in texts],
+        "seq_len": [len(one) for one in texts],
+    }
+    dataset = datasets.Dataset.from_dict(rows).with_format(
+        "torch", columns=["input_ids", "loss_mask"], output_all_columns=True
+    )
+    dataset.save_to_disk(tmp_path / "prompts")
+    connector = SharedMemoryConnector(f"test-{uuid.uuid4().hex}")
+    try:
+        params: Any = None
+        for i, tokens in enumerate(texts):
+            array = states(tokens, 4).astype(DTYPES[dtype])
+            found = lt.States(array, np.array(tokens, np.int32), (1, 2, 3, 5), n_layer=5)
+            connector.put(found, index=i)
+            params = connector.put(found)
+        transfer = SpeculatorsTransfer(connector)
+        arrow = data.ArrowDataset(64, tmp_path / "prompts", transfer=transfer, on_missing="raise")
+        for i, tokens in enumerate(texts):
+            item = arrow[i]
+            expected = states(tokens, 4).astype(DTYPES[dtype]).astype(np.float32)
+            assert item["hidden_states"].dtype == getattr(torch, dtype)
+            assert item["hidden_states"].tolist() == expected[:, :-1].reshape(len(tokens), -1).tolist()
+            assert item["verifier_last_hidden_states"].tolist() == expected[:, -1].tolist()
+        transfer.setup()
+        generated = transfer.get_generated(params)
+        assert generated is not None
+        offline.check_hidden_states(generated, texts[-1])
+        # What is written into a tensor reaches nobody else, and does not end the process.
+        generated["hidden_states"].zero_()
+        again = transfer.get_generated(params)
+        assert again is not None
+        assert again["hidden_states"].tolist() == expected.tolist()
+        transfer.delete(params["handle"])
+        assert transfer.get_generated(params) is None
+        assert transfer.get_cached(9) is None
+    finally:
+        shutil.rmtree(connector.folder)

@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from llamatap._check import flag, instance, integer
 from llamatap.errors import InvalidInputError
-from llamatap.generation import Generation
+from llamatap.generation import Generation, whole_states
 from llamatap.layers import LayerId
 from llamatap.states import DTYPES, States, dtype_name
 
@@ -131,16 +131,7 @@ class DataBuffer:
             neither ``"norm"`` nor H_n.
         """
         instance("generation", generation, Generation)
-        states = generation.states
-        if states is None or states._details.get("rows") != "full":
-            raise InvalidInputError(
-                "there is no state of each generated token to train on; generate with states='full' (and "
-                "prompt_states=True)"
-            )
-        texts = [one for one in (generation.prompt_states, states) if one is not None]
-        _check_target(states)
-        loss = [np.zeros(len(one), np.float32) for one in texts[:-1]] + [np.ones(len(states), np.float32)]
-        self._add(np.concatenate([one.tokens for one in texts]), loss, [one.array for one in texts], states)
+        self.add_states(*whole_states(generation))
 
     def add_states(self, states: States, loss_mask: Any = None) -> None:
         """Keep what a forward pass gave, :func:`llamatap.extract` of a whole text with ``layers``, the last
@@ -153,20 +144,16 @@ class DataBuffer:
         instance("states", states, States)
         if states.array.ndim != 3:
             raise InvalidInputError("states must have a row for each token; extract without pool=")
-        _check_target(states)
-        self._add(states.tokens, [_mask("loss_mask", loss_mask, len(states))], [states.array], states)
-
-    def _add(
-        self,
-        tokens: NDArray[np.int32],
-        loss: Sequence[NDArray[np.float32]],
-        arrays: Sequence[NDArray[Any]],
-        states: States,
-    ) -> None:
-        ids = _tokens("tokens", tokens)
-        every = np.ones(len(ids), bool)
-        rows = _rows("states", np.concatenate(arrays), every, self._dtype)
-        self._append([(ids, np.concatenate(loss), rows)], states.layers)
+        target = states.layers[-1]
+        if target not in ("norm", states._n_layer):
+            raise InvalidInputError(
+                "the last of layers= is the one that a drafter learns to predict: 'norm', which the output "
+                f"head reads, or -1 (H_n) for trainers that norm it themselves; found {list(states.layers)}"
+            )
+        tokens = _tokens("tokens", states.tokens)
+        loss = _mask("loss_mask", loss_mask, len(tokens))
+        rows = _rows("states", states.array, np.ones(len(tokens), bool), self._dtype)
+        self._append([(tokens, loss, rows)], states.layers)
 
     def _append(
         self,
@@ -323,12 +310,3 @@ def _rows(name: str, value: Any, kept: NDArray[np.bool_], dtype: np.dtype[Any] |
     if len(array) != n:
         array = array[kept]
     return array.astype(array.dtype if dtype is None else dtype, order="C")
-
-
-def _check_target(states: States) -> None:
-    target = states.layers[-1]
-    if target not in ("norm", states._n_layer):
-        raise InvalidInputError(
-            "the last of layers= is the one that a drafter learns to predict: 'norm', which the output head "
-            f"reads, or -1 (H_n) for trainers that norm it themselves; found {list(states.layers)}"
-        )

@@ -16,7 +16,7 @@ from llamatap.states import DTYPES
 from llamatap.train.buffer import DataBuffer, Sample
 from llamatap.train.options import TrainOptions
 
-__all__ = ["BufferDataset", "collate", "eagle_loss"]
+__all__ = ["BufferDataset", "collate", "eagle_loss", "tensor_of"]
 
 
 class BufferDataset(IterableDataset):  # type: ignore[misc]  # PyTorch may be absent where types are checked
@@ -52,11 +52,18 @@ def collate(options: TrainOptions) -> Callable[[Iterable[Sample]], dict[str, tor
 
     :raises InvalidInputError: from the function, as of :func:`training_batch`.
     """
-    return lambda samples: {name: _tensor(array) for name, array in options.batch(samples).items()}
+    return lambda samples: {name: tensor_of(array) for name, array in options.batch(samples).items()}
 
 
-def _tensor(array: Any) -> torch.Tensor:
-    """The same memory as a tensor."""
+def tensor_of(array: Any) -> torch.Tensor:
+    """The same memory as a tensor.
+
+    :param array: a NumPy array; of read-only ones only those whose memory may be written to, such as what a
+        connector reads, whose pages are private.
+    """
+    if not array.flags.writeable:
+        array = array.view()
+        array.flags.writeable = True
     if array.dtype == DTYPES["bfloat16"]:
         # PyTorch has a bfloat16 of its own and takes none of NumPy's.
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
