@@ -69,8 +69,8 @@ def test_windows_of_another_length() -> None:
             window(one, length)  # type: ignore[arg-type]
 
 
-#: Two samples: 11, 12, 13, 14 with the response 13, 14; and 21, 22, 23 with the response 22, 23.
-FIRST, SECOND = ([11, 12, 13, 14], [0, 0, 1, 1]), ([21, 22, 23], [0, 1, 1])
+#: Two samples: 11, 12, 13, 14 with the response 13, 14; and 21, 22, 23, a response without its prompt.
+FIRST, SECOND = ([11, 12, 13, 14], [0, 0, 1, 1]), ([21, 22, 23], [1, 1, 1])
 # What both pairings share. Rows are h[t] = 11, 12, 13 | 14 (which has nothing to predict) | 21, 22.
 HIDDEN = [11, 12, 13, 14, 21, 22]
 TARGET = [12, 13, 14, 21, 22, 23]

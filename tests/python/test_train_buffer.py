@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -298,6 +300,12 @@ def test_when_training_runs_and_on_what() -> None:
     with pytest.raises(lt.InvalidInputError, match="in 2 samples: 2 with no states"):
         # At once, not with the first batch.
         options.batches(empty)
+
+
+def test_numpy_is_enough() -> None:
+    """PyTorch is imported by those alone who import what needs it."""
+    code = "import sys, llamatap.train, llamatap.connectors; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize(
