@@ -23,6 +23,7 @@ from llamatap.errors import (
     InvalidInputError,
     ModelLoadError,
     ModelNotFoundError,
+    NotFiniteError,
     UnsupportedError,
 )
 from llamatap.extract import Extractor, extract
@@ -76,6 +77,7 @@ __all__ = [
     "ModelNotFoundError",
     "MtpDrafter",
     "NGramDrafter",
+    "NotFiniteError",
     "Probe",
     "Sampler",
     "Session",

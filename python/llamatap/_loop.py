@@ -27,7 +27,7 @@ from llamatap.drafters import (
     reset_all,
     specs_of,
 )
-from llamatap.errors import EngineError, InvalidInputError, UnsupportedError
+from llamatap.errors import EngineError, InvalidInputError, NotFiniteError, UnsupportedError
 from llamatap.generation import Event, Generation, TokenLogprobs
 from llamatap.layers import LayerId, normalize
 from llamatap.states import States
@@ -322,15 +322,22 @@ class Loop:
         options = sequence.options
         was_prompt = not sequence.tokens
         draft = sequence.draft.tokens
-        tokens, n_accepted = _core.verify(
-            self.context.native,
-            sequence.sampler.native,
-            sequence.first_row,
-            draft,
-            sequence.draft.distributions,
-            not options.ignore_eos,
-            list(options.stop_tokens),
-        )
+        try:
+            tokens, n_accepted = _core.verify(
+                self.context.native,
+                sequence.sampler.native,
+                sequence.first_row,
+                draft,
+                sequence.draft.distributions,
+                not options.ignore_eos,
+                list(options.stop_tokens),
+            )
+        except InvalidInputError as error:
+            rows = range(sequence.first_row, sequence.first_row + len(draft) + 1)
+            # -infinity rules a token out.
+            if all((self.context.logits(row) < np.inf).all() for row in rows):
+                raise
+            raise NotFiniteError(str(error)) from None
         if was_prompt:
             sequence.position = len(sequence.prompt)
         else:

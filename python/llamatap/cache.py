@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
-import tempfile
+import secrets
+import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,19 +27,25 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def atomic_path(target: Path) -> Iterator[Path]:
-    """A path beside ``target`` to write to, renamed to it at the end and removed on an error."""
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    os.close(handle)
-    scratch = Path(name)
+    """A path to write to, renamed to ``target`` at the end and removed on an error, as is all that writing it
+    leaves beside it.
+
+    It has the target's name, in a folder beside the target: the name with a dot before it and, after another
+    dot, eight hexadecimal digits. That folder is all that a killed process leaves.
+    """
+    folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    folder.mkdir(0o700)
     try:
+        scratch = folder / target.name
+        # Has the kernel apply the umask, which cannot be read without setting it for all threads.
+        scratch.touch()
+        mode = stat.S_IMODE(scratch.stat().st_mode)
         yield scratch
-        # mkstemp makes files private; the result gets the usual mode.
-        umask = os.umask(0)
-        os.umask(umask)
-        scratch.chmod(0o666 & ~umask)
+        # What was put in its place may have another.
+        scratch.chmod(mode)
         scratch.replace(target)
     finally:
-        scratch.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def hash_file(path: Path) -> str:
@@ -60,6 +69,12 @@ def sample_file(path: Path) -> str:
     return digest.hexdigest()
 
 
+@functools.lru_cache(maxsize=64)
+def _hashed(file: Path, size: int, mtime_ns: int) -> str:
+    """As :func:`hash_file`, once in a process: the index cannot be written everywhere."""
+    return hash_file(file)
+
+
 def file_sha256(path: str | os.PathLike[str]) -> str:
     """The sha256 of a file, computed once and remembered by path, size and modification time.
 
@@ -75,7 +90,7 @@ def file_sha256(path: str | os.PathLike[str]) -> str:
     entry = index.get(str(file)) if isinstance(index, dict) else None
     if isinstance(entry, list) and entry[:2] == known and len(entry) == 3:
         return str(entry[2])
-    result = hash_file(file)
+    result = _hashed(file, *known)
     # A cache that cannot be written costs time, nothing else.
     with contextlib.suppress(OSError, ValueError):
         with contextlib.suppress(OSError):

@@ -11,6 +11,7 @@ __all__ = [
     "InvalidInputError",
     "ModelLoadError",
     "ModelNotFoundError",
+    "NotFiniteError",
     "UnsupportedError",
 ]
 
@@ -21,6 +22,10 @@ class Error(Exception):
 
 class InvalidInputError(Error, ValueError):
     """An argument is wrong: the message says what was expected and what was found."""
+
+
+class NotFiniteError(InvalidInputError):
+    """The model computed NaN or infinity, from its own weights or from an embedding that was given."""
 
 
 class UnsupportedError(Error, NotImplementedError):

@@ -166,6 +166,7 @@ def generate(
         uses the context.
     :raises ContextFullError: a prompt is longer than the context.
     :raises UnsupportedError: the model generates no text.
+    :raises NotFiniteError: its logits hold NaN or infinity.
 
     A generation has the context's memory, and the drafter, for itself: until it ends, what would change the
     memory raises BusyError. It ends with its last result, or with the iterator: ``close()``, or leaving a

@@ -259,6 +259,7 @@ def write_tensors(
 
     :raises OSError: it cannot be written.
     """
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     # The format's metadata holds strings only.
@@ -270,6 +271,12 @@ def write_tensors(
     if not (folder := Path(path).parent).is_dir():
         raise FileNotFoundError(f"no such folder: {folder}")
     with atomic_path(Path(path)) as scratch:
-        save_file(
-            {name: np.ascontiguousarray(array) for name, array in tensors.items()}, scratch, metadata=metadata
-        )
+        try:
+            # From the arrays' own memory; to bytes first, they would be there twice more.
+            save_file(
+                {name: np.ascontiguousarray(array) for name, array in tensors.items()},
+                scratch,
+                metadata=metadata,
+            )
+        except SafetensorError as error:
+            raise OSError(f"cannot write {path}: {error}") from error

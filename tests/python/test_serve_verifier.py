@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
-import shutil
 import threading
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes  # noqa: F401  safetensors reads bfloat16 with it
 import numpy as np
 import pytest
-from conftest import relative
+from conftest import computes_with_nan, relative
 from numpy.typing import NDArray
 from safetensors import safe_open
 from serving import Running, running, tiny_options
@@ -23,7 +23,7 @@ from tiny import TinyLlama
 
 import llamatap as lt
 from llamatap.serve import ServerOptions, VerifierOptions, create_app
-from llamatap.serve.verifier import VerifierFiles
+from llamatap.states import write_tensors
 from reference import decoder
 
 LAYERS = (1, 2, 3)
@@ -53,9 +53,36 @@ def ask(server: Running, prompt: Any = TOKENS, **more: Any) -> Any:
     return server.post("/v1/completions", **{**body, **more})
 
 
+def named(answer: Any) -> Path:
+    """The file that an answer names."""
+    return Path(answer["kv_transfer_params"]["hidden_states_path"])
+
+
+def is_held(lock: Path) -> bool:
+    with lock.open("r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
+
+def paused_writing(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Let the writing of files wait: whether one is being written, and what lets them go on."""
+    begun, proceed = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        begun.set()
+        assert proceed.wait(20)
+        write_tensors(*arguments)
+
+    monkeypatch.setattr("llamatap.serve.verifier.write_tensors", slow)
+    return begun, proceed
+
+
 def read(answer: Any) -> tuple[NDArray[Any], NDArray[Any], dict[str, str]]:
     """As its reader does: wait for the lock, remove it, read."""
-    path = Path(answer["kv_transfer_params"]["hidden_states_path"])
+    path = named(answer)
     lock = Path(f"{path}.lock")
     with lock.open("r+") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -70,7 +97,11 @@ def oracle(tiny: TinyLlama, tokens: list[int]) -> NDArray[np.float64]:
     return np.stack([streams[k] for k in (*LAYERS, tiny.n_layer)], 1)
 
 
-def test_a_file_holds_the_prompts_states(server: Running, folder: Path, tiny: TinyLlama) -> None:
+def test_a_file_holds_the_prompts_states(
+    server: Running, folder: Path, tiny: TinyLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Set for a moment, it would hold for files that other threads make.
+    monkeypatch.setattr(os, "umask", lambda _: pytest.fail("the umask was set"))
     answer = ask(server)
     assert answer["choices"][0]["prompt_token_ids"] == TOKENS
     assert len(answer["choices"][0]["token_ids"]) == 1
@@ -82,9 +113,8 @@ def test_a_file_holds_the_prompts_states(server: Running, folder: Path, tiny: Ti
     assert metadata["layers"] == "[1, 2, 3, 4]"
     assert metadata["norm"] == '["pre", "pre", "pre", "pre"]'
     (path,) = folder.iterdir()
-    umask = os.umask(0)
-    os.umask(umask)
-    assert path.stat().st_mode & 0o777 == 0o666 & ~umask
+    (folder / "another").touch()
+    assert path.stat().st_mode == (folder / "another").stat().st_mode
 
 
 def test_a_prompt_longer_than_a_batch(tiny_path: Path, folder: Path, tiny: TinyLlama) -> None:
@@ -133,28 +163,21 @@ def test_a_chat_names_its_tokens_at_the_top(tiny: TinyLlama, tmp_path: Path) -> 
         assert relative(states, oracle(tiny, tokens)) < 1e-5
 
 
-def test_the_lock_is_held_until_the_file_is_whole(
+def test_the_lock_is_held_until_the_file_is_whole_and_there_with_it(
     server: Running, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proceed = threading.Event()
-    original = VerifierFiles._write
-
-    def slow(*arguments: Any) -> None:
-        assert proceed.wait(20)
-        original(*arguments)
-
-    monkeypatch.setattr(VerifierFiles, "_write", slow)
-    answer = ask(server)
-    path = Path(answer["kv_transfer_params"]["hidden_states_path"])
-    assert path.parent == folder
-    assert not path.exists()
-    with Path(f"{path}.lock").open("r+") as lock:
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    begun, proceed = paused_writing(monkeypatch)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, server)
+        assert begun.wait(20)
+        (path,) = folder.iterdir()
+        assert path.suffix == ".lock"
+        assert is_held(path)
         proceed.set()
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert Path(f"{named(answer.result())}.lock") == path
     assert path.exists()
-    assert read(answer)[0].tolist() == TOKENS
+    assert not is_held(path)
+    assert read(answer.result())[0].tolist() == TOKENS
 
 
 def test_only_those_who_ask_leave_files(server: Running, folder: Path) -> None:
@@ -176,73 +199,55 @@ def test_a_request_cannot_say_where(server: Running, folder: Path, field: str) -
     assert list(folder.iterdir()) == []
 
 
-def test_a_full_folder_refuses_until_there_is_room(tiny_path: Path, folder: Path, tiny: TinyLlama) -> None:
-    size = len(TOKENS) * 4 * tiny.n_embd * 4
-    with running([tiny_options(tiny_path)], serving(folder, quota_bytes=2 * size + 3000)) as server:
-        first, second = ask(server), ask(server)
-        read(second)
-        body = {"model": "tiny", "prompt": TOKENS, "return_token_ids": True, "max_tokens": 1}
-        refused = server.client.post("/v1/completions", json=body)
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "verifier_folder_full"
-        assert int(refused.headers["retry-after"]) >= 1
-        read(first)
-        Path(first["kv_transfer_params"]["hidden_states_path"]).unlink()
-        assert read(ask(server))[0].tolist() == TOKENS
-
-
-def test_what_is_too_old_goes_and_nothing_else(tiny_path: Path, folder: Path) -> None:
-    folder.mkdir()
-    (folder / "mine.safetensors").write_text("not the server's")
-    (folder / "hs_0.safetensors").write_text("a data set's")
-    for path in folder.iterdir():
-        os.utime(path, (0, 0))
-    with running([tiny_options(tiny_path)], serving(folder, max_age=60)) as server:
-        old = Path(ask(server)["kv_transfer_params"]["hidden_states_path"])
-        deadline = time.monotonic() + 10
-        while not old.exists():
-            assert time.monotonic() < deadline
-        for path in (old, Path(f"{old}.lock")):
-            os.utime(path, (1, 1))
-        answer = ask(server)
-        read(answer)
-        assert not old.exists()
-        new = Path(answer["kv_transfer_params"]["hidden_states_path"]).name
-        assert sorted(path.name for path in folder.iterdir()) == sorted(
-            ["mine.safetensors", "hs_0.safetensors", new]
-        )
-
-
-def test_a_folder_that_is_taken_away(server: Running, folder: Path) -> None:
-    shutil.rmtree(folder)
-    body = {"model": "tiny", "prompt": TOKENS, "return_token_ids": True, "max_tokens": 1}
-    server.error("/v1/completions", 500, "internal_error", **body)
-    assert server.states(input=TOKENS)["shape"][0] == 5
-    folder.mkdir()
-    assert read(ask(server))[0].tolist() == TOKENS
-
-
-def test_a_folder_that_is_none(tiny_path: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(FileExistsError):
-        create_app([tiny_options(tiny_path)], serving(tmp_path / "file"))
-
-
+@computes_with_nan
 def test_states_that_are_no_numbers_are_not_written(tmp_path: Path, folder: Path) -> None:
     tiny = TinyLlama()
     tiny.weights["token_embd.weight"][10] = np.nan
     path = tiny.write(tmp_path / "nan.gguf")
     with running([tiny_options(path)], serving(folder)) as server:
         body = {"model": "tiny", "prompt": [9, 10, 11], "return_token_ids": True, "max_tokens": 1}
-        server.error("/v1/completions", 500, "internal_error", **body)
+        assert "NaN" in server.error("/v1/completions", 422, "model_error", **body)
         assert list(folder.iterdir()) == []
         read(ask(server, [9, 11]))
 
 
-def test_layers_that_the_model_does_not_have(tiny_path: Path, folder: Path) -> None:
-    options = ServerOptions(verifier=VerifierOptions(folder=folder, layers=(1, 9)))
-    with pytest.raises(lt.InvalidInputError, match=r"-5\.\.4"):
+@computes_with_nan
+def test_logits_that_are_no_numbers(tmp_path: Path) -> None:
+    tiny = TinyLlama()
+    tiny.weights["output.weight"][10] = np.nan
+    path = tiny.write(tmp_path / "nan.gguf")
+    with running([tiny_options(path)]) as server:
+        body = {"model": "tiny", "prompt": TOKENS, "max_tokens": 1}
+        assert "NaN" in server.error("/v1/completions", 422, "model_error", **body)
+    with lt.Model(path) as model, pytest.raises(lt.NotFiniteError):
+        next(lt.generate(model, [TOKENS], max_tokens=1))
+
+
+def test_states_beyond_the_files_dtype(tmp_path: Path, folder: Path) -> None:
+    tiny = TinyLlama()
+    tiny.weights["blk.2.ffn_down.weight"] *= 1e6
+    path = tiny.write(tmp_path / "large.gguf")
+    body = {"model": "tiny", "prompt": TOKENS, "return_token_ids": True, "max_tokens": 1}
+    with running([tiny_options(path)], serving(folder, dtype="float16")) as server:
+        message = server.error("/v1/completions", 422, "model_error", **body)
+        assert "[3, 4]" in message
+        assert "float16" in message
+        assert "65504" in message
+        assert list(folder.iterdir()) == []
+    with running([tiny_options(path)], serving(folder, dtype="bfloat16")) as server:
+        states = read(ask(server))[1].astype(np.float32)
+        assert np.isfinite(states).all()
+        assert np.abs(states).max() > 65504
+
+
+@pytest.mark.parametrize("layers", [(1, 9), ("norm",), (-1,)])
+def test_layers_that_vllm_would_not_know(tiny_path: Path, folder: Path, layers: tuple[Any, ...]) -> None:
+    options = ServerOptions(verifier=VerifierOptions(folder=folder, layers=layers))
+    with pytest.raises(lt.InvalidInputError, match=r"the verifier's layers .*vLLM's: .*(0\.\.4|range\(5\))"):
         create_app([tiny_options(tiny_path)], options)
+
+
+def test_a_model_without_the_usual_layers(tiny_path: Path, folder: Path) -> None:
     # Four blocks have no three layers of EAGLE-3's.
     with pytest.raises(lt.InvalidInputError, match="4 blocks"):
         create_app([tiny_options(tiny_path)], ServerOptions(verifier=VerifierOptions(folder=folder)))
@@ -253,3 +258,15 @@ def test_several_texts_leave_no_file(server: Running, folder: Path) -> None:
     assert "one prompt" in server.error("/v1/completions", 400, "invalid_request_error", **body)
     assert "kv_transfer_params" not in ask(server, n=2)
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("remembered", [True, False])
+def test_the_model_is_hashed_before_the_first_answer(
+    remembered: bool, tiny: TinyLlama, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing can be written below a device.
+    monkeypatch.setenv("LLAMATAP_CACHE", str(tmp_path / "cache") if remembered else "/dev/null/cache")
+    path = tiny.write(tmp_path / "fresh.gguf")
+    with running([tiny_options(path)], serving(folder)) as server:
+        monkeypatch.setattr("llamatap.cache.hash_file", lambda _: pytest.fail("hashed too late"))
+        assert read(ask(server))[2]["model_sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()

@@ -77,7 +77,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     verifier.add_argument(
         "--verifier-layers",
         type=layer_ids,
-        help="which, besides H_n as the last (default: 2, n//2 and n-3 of n blocks)",
+        help="ids as vLLM's, 0..n; H_n follows as the last (default: 2, n//2 and n-3 of n blocks)",
     )
     verifier.add_argument("--verifier-dtype", choices=DTYPES, default="bfloat16")
     verifier.add_argument("--quota-gib", type=float, default=16.0, help="of all files (default: 16)")

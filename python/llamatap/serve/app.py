@@ -9,6 +9,7 @@ from dataclasses import replace
 import anyio.to_thread
 from fastapi import FastAPI, Request, Response
 
+from llamatap.cache import file_sha256
 from llamatap.errors import InvalidInputError
 from llamatap.serve import completions, errors, hidden_states, page
 from llamatap.serve.budget import ResponseEnd
@@ -48,6 +49,9 @@ def create_app(models: Sequence[ModelOptions], options: ServerOptions | None = N
             undo.callback(workers[one.name].close)
             if verifier is not None:
                 verifier.layers(workers[one.name].model)
+            with contextlib.suppress(OSError):
+                # Remembered, or the first answer would wait for it.
+                file_sha256(one.path)
         server = Server(workers, options, metrics, verifier)
         undo.pop_all()
 
@@ -55,6 +59,8 @@ def create_app(models: Sequence[ModelOptions], options: ServerOptions | None = N
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         for worker in workers.values():
             worker.start()
+        if verifier is not None:
+            verifier.start()
         try:
             yield
         finally:

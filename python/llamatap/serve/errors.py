@@ -18,6 +18,7 @@ from llamatap.errors import (
     ContextFullError,
     Error,
     InvalidInputError,
+    NotFiniteError,
     UnsupportedError,
 )
 
@@ -63,6 +64,8 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError.invalid(str(error), "context_length_exceeded")
     if isinstance(error, ClosedError):
         return ApiError(503, "unavailable_error", "model_closed", "the model is being closed")
+    if isinstance(error, NotFiniteError):
+        return ApiError(422, "model_error", "not_finite", str(error))
     if isinstance(error, InvalidInputError):
         return ApiError.invalid(str(error))
     if isinstance(error, UnsupportedError):

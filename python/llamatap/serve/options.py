@@ -56,8 +56,8 @@ class VerifierOptions:
     """Where completions leave files of hidden states, for trainers of drafters.
 
     :ivar folder: where; it is made if it is not there. Nothing is written anywhere else.
-    :ivar layers: which, as llamatap counts; H_n follows them as the last slot. None for what EAGLE-3 drafters
-        take: ``[2, n//2, n-3]``.
+    :ivar layers: which, as vLLM counts, 0..n; H_n follows them as the last slot. None for what EAGLE-3
+        drafters take: ``[2, n//2, n-3]``.
     :ivar dtype: of the states in the files.
     :ivar quota_bytes: what the files may take together. Beyond it requests get 503 until some are gone.
     :ivar max_age: seconds after which a file that nobody has taken is removed.

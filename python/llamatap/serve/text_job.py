@@ -134,8 +134,10 @@ class TextJob(ABC):
             if len(self.prompts) > 1:
                 raise ApiError.invalid("a verifier takes one prompt a request")
             self.verifier_layers = verifier.layers(self.model)
-            n_numbers = len(self.prompts[0]) * len(self.verifier_layers) * self.model.n_embd
-            self.n_bytes += bytes_of(n_numbers, 4, "safetensors")
+            n_tokens, width = len(self.prompts[0]), len(self.verifier_layers) * self.model.n_embd
+            # Again when the file is written; a refusal is cheaper now.
+            verifier.check_room(n_tokens, width)
+            self.n_bytes += bytes_of(n_tokens * width, 4, "safetensors")
 
     def _most_tokens(self, prompt: NDArray[np.int32]) -> int:
         """That may be generated after a prompt. A request that does not say gets shares of the context, as

@@ -1,28 +1,33 @@
 """Files of hidden states that completions leave for a trainer of drafters on the same machine.
 
 The protocol is that of vLLM's ExampleHiddenStatesConnector, as the library ``hs-connectors`` reads it: a
-safetensors file with ``token_ids`` [n] int64 and ``hidden_states`` [n, n_layers, hidden], and beside it,
-until it is complete, FILE.lock, held with ``flock``; the reader waits for the lock and removes it. The lock
-is there before the response that names the file.
+safetensors file with ``token_ids`` [n] int64 and ``hidden_states`` [n, n_layers, hidden], and beside it
+FILE.lock, held with ``flock`` until the file is complete; the reader waits for the lock and removes it. It
+gives up after 10 seconds, and looks again only every 0.1: so a response that names a file is sent when the
+file is complete, and its lock there and free.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
-import logging
+import math
 import os
 import re
+import shutil
 import threading
 import time
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from llamatap.layers import LayerId, default_eagle3_layers, normalize
+from llamatap.errors import InvalidInputError
+from llamatap.layers import LayerId, default_eagle3_layers, translate
 from llamatap.model import Model
 from llamatap.serve.errors import ApiError
 from llamatap.serve.options import VerifierOptions
@@ -30,16 +35,16 @@ from llamatap.states import DTYPES, States, write_tensors
 
 __all__ = ["VerifierFiles"]
 
-_logger = logging.getLogger("llamatap.serve")
+#: Files, their locks, and the folders in which they are written first. No other names are ever removed.
+_FILE = r"(hs-[0-9a-f]{32}\.safetensors)"
+_NAME = re.compile(rf"{_FILE}(?:\.lock)?|\.{_FILE}\.[0-9a-f]{{8}}")
 
-_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
-
-#: Names of our own alone are ever removed.
-_NAME = re.compile(r"\.?hs-[0-9a-f]{32}\.safetensors(\.\w+)?")
+#: Files that are written at one time. Each takes a thread, and memory where the dtype is another.
+_MOST_WRITERS = 16
 
 
 class VerifierFiles:
-    """The folder, and what is in it.
+    """The folder, and what is in it. Several servers may share it.
 
     :raises OSError: the folder cannot be made or written to.
     """
@@ -51,10 +56,25 @@ class VerifierFiles:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not os.access(self.folder, os.W_OK | os.X_OK):
             raise PermissionError(f"cannot write to {self.folder}, the folder of hidden states")
-        self._writer = ThreadPoolExecutor(2, "llamatap-verifier")
         self._lock = threading.Lock()
-        #: Bytes of files that were promised and are not there yet.
-        self._promised = 0
+        #: Bytes of the files being written, by name.
+        self._writing: dict[str, int] = {}
+        #: Bytes of all others. What readers took since the last sweep is among them.
+        self._present = 0
+        self._closing = threading.Event()
+        self._sweeper = threading.Thread(target=self._sweep_often, name="llamatap-verifier", daemon=True)
+        with self._lock:
+            self._sweep()
+
+    def start(self) -> None:
+        """Begin to remove what is too old."""
+        self._sweeper.start()
+
+    def close(self) -> None:
+        """End that, after a last time."""
+        self._closing.set()
+        if self._sweeper.is_alive():
+            self._sweeper.join()
 
     def layers(self, model: Model) -> tuple[LayerId, ...]:
         """The layers of a model's files, H_n at the end.
@@ -64,75 +84,182 @@ class VerifierFiles:
         chosen = self.options.layers
         if chosen is None:
             chosen = tuple(default_eagle3_layers(model.n_layer))
-        return (*normalize(chosen, model.n_layer), model.n_layer)
+        try:
+            return (*translate(chosen, source="vllm", n_layer=model.n_layer), model.n_layer)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"the verifier's layers are ids as vLLM's: {error}") from None
 
-    def used(self) -> int:
-        """Bytes in the folder and promised, after what is too old was removed."""
-        oldest = time.time() - self.options.max_age
-        total = self._promised
-        for path, status in self._ours():
-            if status.st_mtime < oldest:
-                with contextlib.suppress(OSError):
-                    path.unlink()
-            else:
-                total += status.st_size
-        return total
+    def check_room(self, n_tokens: int, width: int) -> None:
+        """There is room for a file of some tokens with ``width`` numbers each.
 
-    def _ours(self) -> Iterator[tuple[Path, os.stat_result]]:
-        with os.scandir(self.folder) as entries:
-            for entry in entries:
-                # A trainer may take a file away in between.
-                with contextlib.suppress(OSError):
-                    if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-                        yield Path(entry.path), entry.stat(follow_symlinks=False)
+        :raises ApiError: 503, there is none now, or the folder cannot be written to.
+        """
+        with self._lock:
+            self._check(self._size(n_tokens, width))
 
     def leave(self, states: States) -> Path:
-        """Write a file in the background; its lock is there, and held, when this returns.
+        """Write a file; it is whole, and its lock there and free, when this returns.
 
-        :raises ApiError: 503, there is no room for it.
-        :raises OSError: the lock cannot be made.
+        :param states: float32 ``(n_tokens, n_layers, n_embd)``.
+        :raises ApiError: 503, there is no room for it, or the folder cannot be written to; 422, the dtype of
+            the files does not reach as far as the states.
         """
-        n_bytes = states.array.size * _BYTES[self.options.dtype] + 8 * len(states)
-        path = self.folder / f"hs-{uuid.uuid4().hex}.safetensors"
+        name = f"hs-{uuid.uuid4().hex}.safetensors"
+        n_bytes = self._size(len(states), math.prod(states.array.shape[1:]))
         with self._lock:
-            used = self.used()
-            if used + n_bytes > self.options.quota_bytes:
-                raise ApiError(
-                    503,
-                    "unavailable_error",
-                    "verifier_folder_full",
-                    f"the files of hidden states take {used} bytes of {self.options.quota_bytes}; this one "
-                    f"needs {n_bytes}: remove those that were read",
-                    retry_after=5,
-                )
-            self._promised += n_bytes
+            self._check(n_bytes)
+            self._writing[name] = n_bytes
+        path, written = self.folder / name, 0
         try:
-            lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        except BaseException:
-            self._keep_no_more(n_bytes)
-            raise
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        self._writer.submit(self._write, path, lock, states, n_bytes)
+            tensors = {"token_ids": states.tokens.astype(np.int64), "hidden_states": self._converted(states)}
+            provenance = {**states.provenance, "dtype": self.options.dtype}
+            with self._held(path):
+                write_tensors(path, tensors, provenance)
+                written = path.stat().st_size
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise _full(f"{self.folder} is full: {error.strerror}") from error
+            raise self._unavailable(str(error)) from error
+        finally:
+            with self._lock:
+                del self._writing[name]
+                self._present += written
         return path
 
-    def _keep_no_more(self, n_bytes: int) -> None:
-        """A promised file is there, or will never be."""
-        with self._lock:
-            self._promised -= n_bytes
+    def _size(self, n_tokens: int, width: int) -> int:
+        """Bytes of a file."""
+        return n_tokens * (width * int(DTYPES[self.options.dtype].itemsize) + 8)
 
-    def _write(self, path: Path, lock: int, states: States, n_bytes: int) -> None:
+    def _converted(self, states: States) -> NDArray[Any]:
+        dtype = self.options.dtype
+        with np.errstate(over="ignore"):
+            array = states.array.astype(DTYPES[dtype], copy=False)
+        # Layer by layer, which takes less memory.
+        if spoilt := [k for i, k in enumerate(states.layers) if not np.isfinite(array[:, i]).all()]:
+            raise ApiError(
+                422,
+                "model_error",
+                "not_finite",
+                f"states of the layers {spoilt} are beyond what {dtype} holds"
+                f"{' (65504)' if dtype == 'float16' else ''}: serve with another --verifier-dtype",
+            )
+        return array
+
+    def _check(self, n_bytes: int) -> None:
+        """There is room for a file, and for those being written."""
+        if len(self._writing) >= _MOST_WRITERS:
+            raise ApiError(
+                503,
+                "unavailable_error",
+                "verifier_busy",
+                f"{len(self._writing)} files of hidden states are being written; try again in 1 s",
+                retry_after=1,
+            )
+        if not os.access(self.folder, os.W_OK | os.X_OK):
+            raise self._unavailable("it is gone, or read-only")
+        promised = sum(self._writing.values())
+        quota = self.options.quota_bytes
         try:
-            array = states.array.astype(DTYPES[self.options.dtype])
-            tensors = {"token_ids": states.tokens.astype(np.int64), "hidden_states": array}
-            provenance = {**states.provenance, "dtype": self.options.dtype}
-            write_tensors(path, tensors, provenance)
-        except Exception:
-            # The reader finds the lock free and no file, and says so.
-            _logger.exception("could not write %s", path)
+            if self._present + promised + n_bytes > quota:
+                # Readers may have taken some.
+                self._sweep()
+            disk = os.statvfs(self.folder)
+        except OSError as error:
+            raise self._unavailable(str(error)) from error
+        if (used := self._present + promised) + n_bytes > quota:
+            raise _full(
+                f"the files of hidden states take {used} bytes of {quota}; this one needs {n_bytes}: remove "
+                "those that were read"
+            )
+        if (free := disk.f_bavail * disk.f_frsize) < promised + n_bytes:
+            raise _full(
+                f"the disk of {self.folder} has {free} bytes free; {promised} are promised, and this file "
+                f"needs {n_bytes}"
+            )
+
+    def _unavailable(self, why: str) -> ApiError:
+        return ApiError(
+            503,
+            "unavailable_error",
+            "verifier_folder_unavailable",
+            f"cannot write to {self.folder}, the folder of hidden states: {why}",
+            retry_after=5,
+        )
+
+    @contextlib.contextmanager
+    def _held(self, path: Path) -> Iterator[None]:
+        """FILE.lock is there and held; on an error it is removed."""
+        name = f"{path}.lock"
+        while True:
+            lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.fstat(lock).st_nlink:
+                break
+            # Another server has removed it before it was held.
+            os.close(lock)
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
         finally:
-            self._keep_no_more(n_bytes)
             os.close(lock)
 
-    def close(self) -> None:
-        """Finish what is being written."""
-        self._writer.shutdown()
+    def _sweep_often(self) -> None:
+        ended = False
+        while not ended:
+            ended = self._closing.wait(min(self.options.max_age / 4, 60.0))
+            # Without the folder there is nothing to remove, and requests are told.
+            with contextlib.suppress(OSError), self._lock:
+                self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove files that are too old, and what a server left that died or could not go on; count the rest.
+
+        :raises OSError: the folder cannot be read.
+        """
+        found: dict[str, dict[str, os.stat_result]] = {}
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                match = _NAME.fullmatch(entry.name)
+                if match is None or (name := match[1] or match[2]) in self._writing:
+                    continue
+                # A trainer may take a file away in between.
+                with contextlib.suppress(OSError):
+                    is_ours = entry.is_dir if match[2] else entry.is_file
+                    if is_ours(follow_symlinks=False):
+                        found.setdefault(name, {})[entry.name] = entry.stat(follow_symlinks=False)
+        oldest = time.time() - self.options.max_age
+        self._present = 0
+        for name, parts in found.items():
+            kept = set()
+            if name in parts and parts[name].st_mtime >= oldest:
+                kept = {name, f"{name}.lock"}
+            if self._remove(name, parts.keys() - kept):
+                parts = {part: parts[part] for part in parts.keys() & kept}
+            self._present += sum(status.st_size for status in parts.values())
+
+    def _remove(self, name: str, parts: set[str]) -> bool:
+        """Remove parts of a file; False where another server is writing it, or they cannot be removed."""
+        if not parts:
+            return True
+        try:
+            with contextlib.ExitStack() as ends:
+                with contextlib.suppress(FileNotFoundError):
+                    lock = os.open(f"{self.folder / name}.lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+                    ends.callback(os.close, lock)
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for part in parts:
+                    if part.startswith("."):
+                        # Follows no links.
+                        shutil.rmtree(self.folder / part)
+                    else:
+                        (self.folder / part).unlink(missing_ok=True)
+        except OSError:
+            return False
+        return True
+
+
+def _full(message: str) -> ApiError:
+    return ApiError(503, "unavailable_error", "verifier_folder_full", message, retry_after=5)

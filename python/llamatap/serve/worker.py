@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from llamatap._native import flush_log
 from llamatap.context import Context, ContextOptions
-from llamatap.errors import EngineError
+from llamatap.errors import EngineError, NotFiniteError
 from llamatap.extract import Extractor
 from llamatap.generate import GenerateOptions
 from llamatap.generation import Event
@@ -441,7 +441,12 @@ class ModelWorker:
         """Tell texts that a round of theirs failed; those that failed beside others, and that nobody has read
         of yet, begin again."""
         # Whatever it is, it is not the request's fault.
-        failure = ApiError(500, "internal_error", "generation_failed", f"generation failed: {error}")
+        failure: Exception = ApiError(
+            500, "internal_error", "generation_failed", f"generation failed: {error}"
+        )
+        if isinstance(error, NotFiniteError):
+            # But the model's.
+            failure = error
         # If one of them is on trial, those that went on before it came are not the cause.
         suspected = [text for text in texts if text.on_trial] or texts
         for text in texts:

@@ -1,0 +1,148 @@
+"""`llamatap serve` as the verifier of the speculators library, whose own code asks, reads and trains.
+
+The library has an environment of its own: `make test-peers` makes it, and runs these tests.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
+
+from conftest import relative
+from test_serve_load import FLAGS, served
+from tiny import TinyLlama
+
+from reference import decoder
+
+ROOT = Path(__file__).parents[2]
+TRAINER = ROOT / ".venv-speculators" / "bin" / "python"
+
+#: As vLLM counts: k is what enters block k. H_n is added as the last.
+LAYERS = (1, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> TinyLlama:
+    return TinyLlama()
+
+
+@pytest.fixture
+def work(tiny: TinyLlama, tmp_path: Path) -> Path:
+    """What a trainer has: rows of tokens, and the verifier as transformers has it."""
+    rng = np.random.default_rng(3)
+    rows = [rng.integers(3, tiny.n_vocab, length).tolist() for length in rng.integers(3, 120, 32).tolist()]
+    work = tmp_path / "work"
+    (work / "verifier").mkdir(parents=True)
+    (work / "prompts.jsonl").write_text(
+        "".join(
+            json.dumps({"input_ids": one, "loss_mask": [0, *[1] * (len(one) - 1)]}) + "\n" for one in rows
+        )
+    )
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": tiny.n_vocab,
+        "hidden_size": tiny.n_embd,
+        "intermediate_size": tiny.n_ff,
+        "num_hidden_layers": tiny.n_layer,
+        "num_attention_heads": tiny.n_head,
+        "num_key_value_heads": tiny.n_head_kv,
+        "head_dim": tiny.head_width,
+        "rms_norm_eps": tiny.eps,
+        "rope_theta": tiny.rope_base,
+        "max_position_embeddings": tiny.n_ctx,
+        "tie_word_embeddings": False,
+    }
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {
+            "type": "WordLevel",
+            "vocab": {f"t{i}": i for i in range(tiny.n_vocab)},
+            "unk_token": "t0",
+        },
+    }
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "t2", "unk_token": "t0"}
+    for name, content in {
+        "config.json": config,
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": settings,
+    }.items():
+        (work / "verifier" / name).write_text(json.dumps(content))
+    weights = {
+        "model.embed_tokens.weight": tiny.weights["token_embd.weight"],
+        "model.norm.weight": tiny.weights["output_norm.weight"],
+        "lm_head.weight": tiny.weights["output.weight"],
+    }
+    save_file(weights, work / "verifier" / "model.safetensors")
+    return work
+
+
+def trained(what: str, work: Path, tiny: TinyLlama, dtype: str) -> None:
+    """Have the trainer do something with a server of the model."""
+    path = tiny.write(work / "tiny.gguf")
+    command: list[str | Path] = [
+        "--model",
+        f"{work / 'verifier'}={path}",
+        "--hidden-states-path",
+        work / "states",
+    ]
+    command += ["--verifier-layers", ",".join(map(str, LAYERS)), "--verifier-dtype", dtype]
+    with served(*command, *FLAGS) as (_, url):
+        done = subprocess.run(
+            [TRAINER, ROOT / "tests" / "peers" / "trainer.py", what, url, work],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=900,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        # The reader has taken them all, and their locks.
+        assert list((work / "states").iterdir()) == []
+
+
+def checked(found: Iterator[tuple[list[int], np.ndarray]], tiny: TinyLlama, tolerance: float) -> int:
+    """Compare states with the formula; how many."""
+    n = 0
+    for tokens, states in found:
+        streams, _, _ = decoder.forward(tiny.shape(), tiny.weights, tiny.entering(np.array(tokens, np.int32)))
+        expected = np.stack([streams[k] for k in (*LAYERS, tiny.n_layer)], 1)
+        assert states.shape == expected.shape
+        for slot in range(len(LAYERS) + 1):
+            assert relative(states[:, slot], expected[:, slot]) < tolerance
+        n += 1
+    return n
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 8e-3), ("float32", 1e-5)])
+def test_a_trainer_reads_the_states_of_its_prompts(
+    dtype: str, tolerance: float, work: Path, tiny: TinyLlama
+) -> None:
+    trained("states", work, tiny, dtype)
+    found = np.load(work / "found.npz")
+    for way in ("requests", "dataset", "offline"):
+        # The data set's loader is told to give float32.
+        kind = f"{way} torch.{'float32' if way == 'dataset' else dtype}"
+        pairs = ((found[f"{kind} tokens {i}"].tolist(), found[f"{kind} states {i}"]) for i in range(32))
+        assert checked(pairs, tiny, tolerance) == 32
+    assert len(found.files) == 3 * 2 * 32
+
+
+def test_a_drafter_learns_from_states_made_on_demand(work: Path, tiny: TinyLlama) -> None:
+    trained("train", work, tiny, "bfloat16")
+    found = json.loads((work / "losses.json").read_text())
+    losses = found["losses"]
+    assert np.isfinite(losses).all()
+    assert np.mean(losses[-4:]) < 0.8 * np.mean(losses[:4])
+    assert all(found["changed"].values())
+    assert len(found["changed"]) > 10
