@@ -84,6 +84,16 @@ test: $(VENV)/.installed $(ARCHS)
 test-peers: $(VENV)/.installed .venv-speculators/.installed
 	$(BIN)/python -m pytest tests/peers
 
+# Co-training with PyTorch, beside the code of a trainer: `make test-train TORCH=...` chooses its torch.
+.venv-train/.installed: | python
+	$(call TEST_VENV,.venv-train)
+	.venv-train/bin/python -m pip install --quiet $(TORCH) speculators==0.9.0
+	touch $@
+
+test-train: .venv-train/.installed
+	.venv-train/bin/python -m pip install --no-build-isolation .
+	.venv-train/bin/python -m pytest tests/python/test_train_*.py tests/python/test_connectors.py
+
 # A browser and its driver, as Debian packs them.
 .PHONY: browser
 browser:

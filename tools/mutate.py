@@ -299,6 +299,27 @@ MUTATIONS = [
         "",
         "tests/python/test_context.py",
     ),
+    Mutation(
+        "the last row of a sample predicts the first of the next one",
+        "python/llamatap/train/batch.py",
+        "    counts[1:][documents[1:] != documents[:-1]] = 0\n",
+        "",
+        "tests/python/test_train_batch.py",
+    ),
+    Mutation(
+        "prompts count for the loss",
+        "python/llamatap/generation.py",
+        "    generated[: len(tokens) - len(states)] = 0\n",
+        "",
+        "tests/python/test_train_sources.py",
+    ),
+    Mutation(
+        "a dead writer's memory stays",
+        "python/llamatap/connectors/shared_memory.py",
+        "            yield True\n",
+        "            yield False\n",
+        "tests/python/test_connectors.py",
+    ),
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
@@ -28,7 +28,7 @@ from llamatap.drafters import (
     specs_of,
 )
 from llamatap.errors import EngineError, InvalidInputError, NotFiniteError, UnsupportedError
-from llamatap.generation import Event, TokenLogprobs
+from llamatap.generation import Event, Generation, TokenLogprobs
 from llamatap.layers import LayerId, normalize
 from llamatap.states import States
 
@@ -168,11 +168,18 @@ class Loop:
 
     def _new_events(self, sequences: Iterable[Prompt]) -> list[Event]:
         events: list[Event] = []
+        finished: list[tuple[Callable[[Generation], object], Generation]] = []
         for sequence in sequences:
             if sequence.finish_reason is not None:
                 self._finish(sequence)
-            events += sequence.new_events(self.context)
+            for event in sequence.new_events(self.context):
+                events.append(event)
+                if event.final is not None and sequence.options.on_states is not None:
+                    finished.append((sequence.options.on_states, event.final))
             self._spent("sampling", sequence)
+        # The texts are finished and their sequences free: what is raised here finds all in order.
+        for on_states, generation in finished:
+            on_states(generation)
         return events
 
     def _admit(self) -> None:

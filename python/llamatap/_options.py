@@ -15,6 +15,7 @@ from llamatap._text import TextStream
 from llamatap.context import Context
 from llamatap.drafters import Drafter
 from llamatap.errors import ContextFullError, InvalidInputError, UnsupportedError
+from llamatap.generation import Generation
 from llamatap.layers import LayerId
 from llamatap.model import Model
 from llamatap.sampler import Sampler, SamplerOptions
@@ -36,6 +37,7 @@ class GenerateOptions(SamplerOptions, total=False):
     states: Literal["last", "full"] | None
     prompt_states: bool
     layers: Iterable[LayerId] | LayerId | None
+    on_states: Callable[[Generation], object] | None
     rejection: bool
 
 
@@ -51,6 +53,7 @@ def checked_options(
     states: Literal["last", "full"] | None = None,
     prompt_states: bool = False,
     layers: Iterable[LayerId] | LayerId | None = None,
+    on_states: Callable[[Generation], object] | None = None,
     rejection: bool = False,
     **sampling: Unpack[SamplerOptions],
 ) -> tuple[Options, SamplerOptions]:
@@ -69,13 +72,17 @@ def checked_options(
         states,
         flag("prompt_states", prompt_states),
         layer_ids.normalize((-2,) if layers is None else layers, model.n_layer),
+        on_states,
         flag("rejection", rejection),
     )
-    if layers is not None and states is None and not prompt_states:
-        raise InvalidInputError(
-            "layers= says which states to give; say states='last', states='full' or prompt_states=True as "
-            "well"
-        )
+    if on_states is not None and not callable(on_states):
+        raise InvalidInputError(f"on_states must be a function of a Generation, not {on_states!r}")
+    for name, value in (
+        ("layers= says which states to give", layers),
+        ("on_states= takes states", on_states),
+    ):
+        if value is not None and states is None and not prompt_states:
+            raise InvalidInputError(f"{name}; say states='last', states='full' or prompt_states=True as well")
     if rejection and drafter is not None and not drafter.draws:
         raise InvalidInputError(
             "rejection=True needs a drafter that draws its tokens; make it (of several, each) with a "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,6 +35,7 @@ class Options:
     states: Literal["last", "full"] | None
     prompt_states: bool
     layers: tuple[LayerId, ...]
+    on_states: Callable[[Generation], object] | None
     rejection: bool
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, cast, overload
 
 import numpy as np
@@ -119,6 +119,7 @@ def generate(
     states: Literal["last", "full"] | None = None,
     prompt_states: bool = False,
     layers: Iterable[LayerId] | LayerId | None = None,
+    on_states: Callable[[Generation], object] | None = None,
     rejection: bool = False,
     stream: bool = False,
 ) -> Generator[Generation, None, None] | Generator[Event, None, None]:
@@ -150,6 +151,11 @@ def generate(
         with; or alone, without ``states``.
     :param layers: which states, as of :meth:`Context.tap`; None for (-2,), as there. Only with ``states`` or
         ``prompt_states``.
+    :param on_states: called with each :class:`Generation` as soon as its text is finished, whatever its turn
+        among the prompts, in the thread that generates: where states go that are collected while texts are
+        made. :attr:`Generation.states` and :attr:`Generation.prompt_states` say which tokens their rows are
+        of. Cancelled texts come with the rows that they have. Only with ``states`` or ``prompt_states``. What
+        it raises comes out, like what a drafter raises; the time that it takes is in none of the statistics.
     :param rejection: accept drafted tokens by rejection sampling, for drafters that draw their tokens
         (``temperature`` of theirs above 0): the same distribution, other tokens, more of them accepted.
     :param stream: give an :class:`Event` for each token as it comes, rather than a :class:`Generation` for
@@ -192,6 +198,7 @@ def generate(
         states=states,
         prompt_states=prompt_states,
         layers=layers,
+        on_states=on_states,
         rejection=rejection,
     )
     inputs = cast("Sequence[Input]", [prompts] if is_single(prompts, "prompts") else prompts)

@@ -9,9 +9,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from llamatap.errors import InvalidInputError
 from llamatap.states import States
 
-__all__ = ["Event", "FinishReason", "Generation", "Stats", "TokenLogprobs"]
+__all__ = ["Event", "FinishReason", "Generation", "Stats", "TokenLogprobs", "whole_states"]
 
 #: "stop": an end-of-generation or stop token, or a stop string; "length": max_tokens; "context": no room
 #: left; "cancelled": :meth:`Event.cancel`, :meth:`Session.cancel`.
@@ -121,6 +122,28 @@ class Generation:
     prompt_states: States | None
     logprobs: list[TokenLogprobs] | None
     stats: Stats
+
+
+def whole_states(generation: Generation) -> tuple[States, NDArray[np.float32]]:
+    """The states of a text in one piece, of its prompt (where they were asked for) and of what was generated.
+
+    :returns: the states, float32 ``(n, n_layers, n_embd)``, and for each of their tokens 1 where it was
+        generated, else 0: float32 ``(n,)``.
+    :raises InvalidInputError: the generation has no state of each generated token.
+    """
+    states = generation.states
+    if states is None or states._details.get("rows") != "full":
+        raise InvalidInputError(
+            "there is no state of each generated token; generate with states='full' (and prompt_states=True)"
+        )
+    parts = [one for one in (generation.prompt_states, states) if one is not None]
+    array = np.concatenate([one.array for one in parts])
+    tokens = np.concatenate([one.tokens for one in parts])
+    array.flags.writeable = tokens.flags.writeable = False
+    whole = States(array, tokens, states.layers, n_layer=states._n_layer, source=states._source)
+    generated = np.ones(len(tokens), np.float32)
+    generated[: len(tokens) - len(states)] = 0
+    return whole, generated
 
 
 @dataclass(frozen=True, slots=True, eq=False)

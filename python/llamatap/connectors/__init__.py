@@ -1,0 +1,47 @@
+"""Where states go when they are not for this process alone, by name: files, shared memory, a function.
+
+A connector writes with ``put`` and reads as speculators' transfers do: ``setup``, ``get_cached``,
+``get_generated``, ``delete``. Packages add others as entry points of the group ``llamatap.connectors``.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Any
+
+from llamatap.connectors.base import Connector, Stored
+from llamatap.connectors.callback import CallbackConnector
+from llamatap.connectors.files import FileConnector
+from llamatap.connectors.shared_memory import SharedMemoryConnector
+from llamatap.errors import InvalidInputError
+
+__all__ = [
+    "CallbackConnector",
+    "Connector",
+    "FileConnector",
+    "SharedMemoryConnector",
+    "Stored",
+    "connect",
+    "connectors",
+]
+
+
+def connectors() -> dict[str, str]:
+    """The connectors there are: their names, and where each is, as ``module:class``."""
+    return {entry.name: entry.value for entry in entry_points(group="llamatap.connectors")}
+
+
+def connect(name: str, /, **options: Any) -> Connector:
+    """Make a connector by its name.
+
+    :param options: those of its class, e.g. ``folder`` of "files".
+    :raises InvalidInputError: there is none of that name, or an option is wrong.
+    """
+    found = [entry for entry in entry_points(group="llamatap.connectors") if entry.name == name]
+    if not found:
+        raise InvalidInputError(f"there is no connector {name!r}; there are {sorted(connectors())}")
+    kind = found[0].load()
+    made = kind(**options)
+    if not isinstance(made, Connector):
+        raise InvalidInputError(f"{found[0].value} is no llamatap.connectors.Connector")
+    return made

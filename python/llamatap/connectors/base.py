@@ -1,0 +1,99 @@
+"""What connectors have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from llamatap._check import instance
+from llamatap.errors import InvalidInputError
+from llamatap.generation import Generation, whole_states
+from llamatap.states import States
+
+__all__ = ["Connector", "Stored", "tensors_of"]
+
+#: What is read: "hidden_states" ``(n, n_layers, n_embd)``, "token_ids" int64 ``(n,)`` and, where it was
+#: given, "loss_mask" float32 ``(n,)``.
+Stored = dict[str, NDArray[Any]]
+
+
+class Transfer(TypedDict):
+    """How a reader finds what was put; JSON has it. speculators' name of the path is there as well.
+
+    :ivar handle: for :meth:`Connector.delete`.
+    :ivar hidden_states_path: the same.
+    """
+
+    handle: str
+    hidden_states_path: str
+
+
+class Connector(ABC):
+    """A place where states are put by one process and read by another, or by the same. The reading side has
+    the names of ``hs_connectors.HiddenStatesTransfer``."""
+
+    def setup(self) -> None:
+        """Called by a reader before it reads, in the process that reads. Another time does nothing."""
+        return
+
+    @abstractmethod
+    def put(
+        self, states: States, *, index: int | None = None, loss_mask: ArrayLike | None = None
+    ) -> Transfer | None:
+        """Put the states of a text.
+
+        :param index: the sample's number in a data set, by which :meth:`get_cached` finds it; what had it
+            before is replaced. None for one that is found by what this returns.
+        :param loss_mask: ``(n,)``: 1 for tokens that are to be learnt, else 0.
+        :returns: what :meth:`get_generated` takes; None where nothing can be read.
+        :raises InvalidInputError: the states are pooled, hold NaN or infinity, or the mask does not fit.
+        :raises OSError: there is no room.
+        """
+
+    def put_generation(self, generation: Generation, *, index: int | None = None) -> Transfer | None:
+        """Put the states of a generation, of prompt and text in one piece; only generated tokens are to be
+        learnt.
+
+        :raises InvalidInputError: the generation has no state of each generated token.
+        """
+        instance("generation", generation, Generation)
+        states, generated = whole_states(generation)
+        return self.put(states, index=index, loss_mask=generated)
+
+    @abstractmethod
+    def get_cached(self, file_idx: int) -> Stored | None:
+        """What was put with this index; None where nothing was."""
+
+    @abstractmethod
+    def get_generated(self, hs_transfer_params: Mapping[str, object]) -> Stored | None:
+        """What was put, by what :meth:`put` returned; None where it is gone."""
+
+    def delete(self, handle: str) -> None:
+        """Free what was put. What is read of it already stays as it is. Another time does nothing."""
+        return
+
+
+def tensors_of(states: States, loss_mask: ArrayLike | None) -> Stored:
+    """What is put, under the names that trainers read.
+
+    :raises InvalidInputError: as of :meth:`Connector.put`.
+    """
+    instance("states", states, States)
+    if states.array.ndim != 3:
+        raise InvalidInputError("states must have a row for each token; extract without pool=")
+    if layers := states.nonfinite_layers():
+        raise InvalidInputError(f"NaN or infinity in layers {layers}: nothing was put; see lt.probe")
+    found: Stored = {"hidden_states": states.array, "token_ids": states.tokens.astype(np.int64)}
+    if loss_mask is not None:
+        mask = np.asarray(loss_mask)
+        if mask.shape != (len(states),) or not np.isin(mask, (0, 1)).all():
+            raise InvalidInputError(
+                f"loss_mask must be 0 or 1 for each of the {len(states)} tokens; found "
+                f"{mask.dtype} of {mask.shape}"
+            )
+        found["loss_mask"] = mask.astype(np.float32)
+    return found

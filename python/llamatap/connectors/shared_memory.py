@@ -1,0 +1,114 @@
+"""States in the memory of this machine, for a trainer in another process."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from llamatap.connectors.base import Stored
+from llamatap.connectors.files import FileConnector, header_of
+from llamatap.errors import InvalidInputError
+from llamatap.states import States, write_tensors
+
+__all__ = ["SharedMemoryConnector"]
+
+#: Of a writer's own folder.
+_PREFIX = "writer-"
+
+
+class SharedMemoryConnector(FileConnector):
+    """Files in memory (tmpfs) that a reader maps: its arrays are the pages that were written, read-only and
+    without a copy. A sample's memory is free when it was deleted and the last array of it is gone.
+
+    A sample lives no longer than the process that put it: what dead ones have left is removed by the next one
+    that puts something under the same name.
+
+    :param name: the same for those who write and those who read.
+    :raises InvalidInputError: it is no name.
+    :raises PermissionError: the folder of that name is another user's.
+    :raises OSError: the folder cannot be made.
+    """
+
+    def __init__(self, name: str = "default") -> None:
+        if not isinstance(name, str) or not name.replace("-", "").replace("_", "").isalnum():
+            raise InvalidInputError(f"name must be letters, digits, - and _, not {name!r}")
+        shared = Path("/dev/shm")
+        base = (shared if shared.is_dir() else Path(tempfile.gettempdir())) / f"llamatap-{os.getuid()}"
+        for folder in (base, base / name):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
+                raise PermissionError(f"{folder} is not this user's")
+        super().__init__(base / name)
+        self._lock = threading.Lock()
+        self._writer: Path | None = None
+        self._process = os.getpid()
+
+    def _write(self, path: Path, tensors: Stored, states: States) -> None:
+        writer = self._as_writer()
+        scratch = writer / path.name
+        write_tensors(scratch, tensors, {**states.provenance, "writer": writer.name})
+        scratch.replace(path)
+
+    def _as_writer(self) -> Path:
+        """The folder of this process, whose lock lasts as long as it lives."""
+        with self._lock:
+            if self._writer is None or self._process != os.getpid():
+                self._process = os.getpid()
+                self._writer = _locked_folder(self.folder)
+                _remove_leftovers(self.folder)
+            return self._writer
+
+
+def _locked_folder(parent: Path) -> Path:
+    while True:
+        folder = parent / f"{_PREFIX}{uuid.uuid4().hex}"
+        folder.mkdir(mode=0o700)
+        handle = os.open(folder, os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        # Another one may have taken it for a leftover before it was locked. The handle is never closed: the
+        # system does that when the process ends, however it ends.
+        if folder.is_dir():
+            return folder
+        os.close(handle)
+
+
+def _remove_leftovers(parent: Path) -> None:
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(FileNotFoundError), _if_dead(folder) as dead:
+            if dead:
+                for path in parent.glob("*.safetensors"):
+                    if _writer_of(path) == folder.name:
+                        path.unlink(missing_ok=True)
+                shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def _if_dead(folder: Path) -> Iterator[bool]:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(handle)
+
+
+def _writer_of(path: Path) -> object:
+    with (
+        contextlib.suppress(FileNotFoundError, ValueError, AttributeError),
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages,
+    ):
+        return header_of(pages)[0].get("__metadata__", {}).get("writer")
+    return None

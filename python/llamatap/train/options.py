@@ -1,0 +1,105 @@
+"""What co-training is set up with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from llamatap._check import flag, integer, number
+from llamatap.errors import InvalidInputError
+from llamatap.states import dtype_name
+from llamatap.train.batch import Pairing, TrainingBatch, nothing_to_train_on, trainable, training_batch
+from llamatap.train.buffer import DataBuffer, Sample
+
+__all__ = ["TrainOptions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """How much is kept, when training runs, and on what.
+
+    :ivar data_buffer_max_size: samples that are kept over the steps.
+    :ivar buffer_max_samples: samples of the current step that are kept.
+    :ivar store_hidden_states: keep states over the steps, as of :class:`DataBuffer`.
+    :ivar dtype: of the states that are kept.
+    :ivar training_interval_steps: training runs after each so many steps.
+    :ivar buffer_steps: it has the samples of so many steps, the current one included.
+    :ivar batch_size: samples a batch.
+    :ivar max_len: the most tokens of a sample.
+    :ivar pairing: which token goes with which state; see :data:`Pairing`.
+    :ivar vloss_weight: of the loss between states; see :func:`llamatap.train.pytorch.eagle_loss`.
+    :ivar ploss_weight: of the loss between distributions.
+    :raises InvalidInputError: one is wrong.
+    """
+
+    data_buffer_max_size: int = 10000
+    buffer_max_samples: int = 2000
+    store_hidden_states: bool = True
+    dtype: str = "bfloat16"
+    training_interval_steps: int = 10
+    buffer_steps: int = 2
+    batch_size: int = 32
+    max_len: int = 512
+    pairing: Pairing = "eagle"
+    vloss_weight: float = 0.5
+    ploss_weight: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in (
+            "data_buffer_max_size",
+            "buffer_max_samples",
+            "training_interval_steps",
+            "buffer_steps",
+            "batch_size",
+        ):
+            integer(name, getattr(self, name), 1)
+        integer("max_len", self.max_len, 2)
+        flag("store_hidden_states", self.store_hidden_states)
+        dtype_name(self.dtype)
+        if self.pairing not in ("eagle", "verl"):
+            raise InvalidInputError(f"pairing must be 'eagle' or 'verl', not {self.pairing!r}")
+        for name in ("vloss_weight", "ploss_weight"):
+            # NaN fails the comparison.
+            if not number(name, getattr(self, name)) >= 0:
+                raise InvalidInputError(f"{name} must be 0 or more, not {getattr(self, name)!r}")
+
+    def buffer(self) -> DataBuffer:
+        """A new buffer of these sizes."""
+        return DataBuffer(
+            self.data_buffer_max_size,
+            self.store_hidden_states,
+            current_size=self.buffer_max_samples,
+            dtype=self.dtype,
+        )
+
+    def due(self, buffer: DataBuffer) -> bool:
+        """Whether training runs at the end of the buffer's current step, before
+        :meth:`DataBuffer.increment_step`: at those of 9, 19, 29, ... with an interval of 10."""
+        return (buffer.step + 1) % self.training_interval_steps == 0
+
+    def samples(self, buffer: DataBuffer) -> list[Sample]:
+        """What one training has to learn from: of the last ``buffer_steps`` steps, oldest first; where states
+        are not kept over the steps, of the current one.
+
+        :raises InvalidInputError: there is nothing to train on, with the numbers of samples by reason.
+        """
+        kept = buffer.store_hidden_states
+        found = buffer.get_data_from_last_n_steps(self.buffer_steps) if kept else buffer.collected_data
+        chosen, reasons = trainable(found, self.max_len)
+        if not chosen:
+            raise InvalidInputError(nothing_to_train_on(len(found), reasons))
+        return chosen
+
+    def batches(self, buffer: DataBuffer) -> Iterator[TrainingBatch]:
+        """The batches of one training: :meth:`samples`, ``batch_size`` at a time.
+
+        :raises InvalidInputError: there is nothing to train on, with the numbers of samples by reason; or,
+            with a batch, its samples are of different layers.
+        """
+        samples = self.samples(buffer)
+        firsts = range(0, len(samples), self.batch_size)
+        return (self.batch(samples[first : first + self.batch_size]) for first in firsts)
+
+    def batch(self, samples: Iterable[Sample]) -> TrainingBatch:
+        """:func:`training_batch` with these options."""
+        return training_batch(samples, max_len=self.max_len, pairing=self.pairing)

@@ -1,0 +1,95 @@
+"""Co-training with PyTorch: a data set that reads a buffer, batches of tensors, and EAGLE's loss. Needs the
+extra ``llamatap[train]``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as functional
+from torch.utils.data import IterableDataset, get_worker_info
+
+from llamatap.errors import UnsupportedError
+from llamatap.states import DTYPES
+from llamatap.train.buffer import DataBuffer, Sample
+from llamatap.train.options import TrainOptions
+
+__all__ = ["BufferDataset", "collate", "eagle_loss", "tensor_of"]
+
+
+class BufferDataset(IterableDataset):  # type: ignore[misc]  # PyTorch may be absent where types are checked
+    """The samples of one training, as :meth:`TrainOptions.samples` has them when an iteration begins:
+
+        loader = DataLoader(BufferDataset(buffer, options), options.batch_size, collate_fn=collate(options))
+
+    :param seed: of the order, another one each time; None for the order in which they were added.
+    """
+
+    def __init__(self, buffer: DataBuffer, options: TrainOptions, seed: int | None = None) -> None:
+        self.buffer = buffer
+        self.options = options
+        self._rng = None if seed is None else np.random.default_rng(seed)
+
+    def __iter__(self) -> Iterator[Sample]:
+        """
+        :raises InvalidInputError: there is nothing to train on, with the numbers of samples by reason.
+        :raises UnsupportedError: in a worker process of a loader, which would have a copy of the buffer that
+            nothing is added to.
+        """
+        if get_worker_info() is not None:
+            raise UnsupportedError("the buffer is in the memory of this process; use num_workers=0")
+        samples = self.options.samples(self.buffer)
+        if self._rng is not None:
+            self._rng.shuffle(samples)
+        return iter(samples)
+
+
+def collate(options: TrainOptions) -> Callable[[Iterable[Sample]], dict[str, torch.Tensor]]:
+    """What makes tensors of samples, for ``DataLoader(collate_fn=)``: those of :class:`TrainingBatch`, with
+    its names, shapes and dtypes.
+
+    :raises InvalidInputError: from the function, as of :func:`training_batch`.
+    """
+    return lambda samples: {name: tensor_of(array) for name, array in options.batch(samples).items()}
+
+
+def tensor_of(array: Any) -> torch.Tensor:
+    """The same memory as a tensor.
+
+    :param array: a NumPy array; of read-only ones only those whose memory may be written to, such as what a
+        connector reads, whose pages are private.
+    """
+    if not array.flags.writeable:
+        array = array.view()
+        array.flags.writeable = True
+    if array.dtype == DTYPES["bfloat16"]:
+        # PyTorch has a bfloat16 of its own and takes none of NumPy's.
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def eagle_loss(
+    predicted: torch.Tensor,
+    batch: dict[str, torch.Tensor],
+    lm_head: Callable[[torch.Tensor], torch.Tensor],
+    options: TrainOptions,
+) -> torch.Tensor:
+    """The loss of EAGLE-1 and EAGLE-2 as in verl's co-training: ``vloss_weight`` times the smooth L1 distance
+    of the states, and ``ploss_weight`` times the cross-entropy of the target's distribution and the
+    drafter's, averages over the tokens that count.
+
+    :param predicted: ``[1, L-1, n_embd]``: what the drafter gives.
+    :param batch: of :func:`collate`, on the same device.
+    :param lm_head: the target's output head, from ``"norm"`` states ``[1, L-1, n_embd]`` to logits ``[1, L-1,
+        n_vocab]``.
+    :returns: float32, no dimensions.
+    """
+    target, mask = batch["target"], batch["loss_mask"]
+    with torch.no_grad():
+        wanted = lm_head(target).float().softmax(-1)
+    entropy = -(wanted * lm_head(predicted).float().log_softmax(-1)).sum(-1)
+    distance = functional.smooth_l1_loss(predicted.float(), target.float(), reduction="none").mean(-1)
+    loss = options.vloss_weight * distance + options.ploss_weight * entropy
+    return (mask * loss).sum() / mask.sum()

@@ -1,0 +1,35 @@
+"""What tests of co-training share: samples of small integers, worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamatap.train import DataBuffer, Sample
+
+
+def states(tokens: Sequence[int], layers: int | None = None, dtype: Any = np.float32) -> NDArray[Any]:
+    """Rows that tell what they are of: (11, -11) of the token 11, and of its layer k (11 + 100 k, -11)."""
+    one = np.array([[token, -token] for token in tokens], dtype)
+    if layers is None:
+        return one
+    found = np.repeat(one[:, None], layers, 1)
+    found[:, :, 0] += np.arange(layers, dtype=dtype) * 100
+    return found
+
+
+def sample(
+    tokens: Sequence[int], loss_mask: Sequence[int] | None = None, layers: int | None = None, **others: Any
+) -> Sample:
+    """One that a buffer made."""
+    buffer = DataBuffer()
+    batch: dict[str, Any] = {"input_ids": list(tokens)}
+    if loss_mask is not None:
+        batch["loss_mask"] = list(loss_mask)
+    given = others.pop("hidden_states", states(tokens, layers))
+    buffer.add_batch(batch, [given], **others)
+    (found,) = buffer.get_all_data()
+    return found
