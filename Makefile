@@ -54,7 +54,7 @@ $(VENV)/.tools: pyproject.toml | python
 
 # The package, compiled in the persistent folder build/.
 $(VENV)/.installed: $(VENV)/.tools $(SOURCES)
-	$(PIP) install --no-build-isolation ".[demo,server]"
+	$(PIP) install --no-build-isolation ".[dataset,demo,server]"
 	touch $@
 
 demo: $(VENV)/.installed
@@ -133,7 +133,7 @@ bench-server: $(VENV)/.installed
 	$(BIN)/python bench/server.py
 
 dev: $(VENV)/.tools
-	$(PIP) install --no-build-isolation --editable ".[demo,server]"
+	$(PIP) install --no-build-isolation --editable ".[dataset,demo,server]"
 	rm -f $(VENV)/.installed
 
 package: $(VENV)/.tools
@@ -187,7 +187,7 @@ neighbours: | python
 # Assertions on, and the arithmetic of a release: compiled otherwise, the engine rounds otherwise.
 debug: $(ARCHS) | python
 	$(call TEST_VENV,.venv-debug)
-	.venv-debug/bin/python -m pip install --no-build-isolation ".[demo,server]" -C cmake.build-type=Debug \
+	.venv-debug/bin/python -m pip install --no-build-isolation ".[dataset,demo,server]" -C cmake.build-type=Debug \
 	  -C "cmake.define.CMAKE_C_FLAGS_DEBUG=-g -O3" -C "cmake.define.CMAKE_CXX_FLAGS_DEBUG=-g -O3"
 	.venv-debug/bin/python -m pytest
 
@@ -195,7 +195,7 @@ debug: $(ARCHS) | python
 # Left out are spoilt files: the engine reads enums of values that no enumerator has, and checks them afterwards.
 sanitize: $(ARCHS) | python
 	$(call TEST_VENV,.venv-sanitize)
-	.venv-sanitize/bin/python -m pip install --no-build-isolation ".[demo,server]" \
+	.venv-sanitize/bin/python -m pip install --no-build-isolation ".[dataset,demo,server]" \
 	  -C cmake.build-type=RelWithDebInfo -C cmake.define.LLAMATAP_SANITIZE=address,undefined \
 	  -C build-dir=build/sanitize
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \

@@ -1,0 +1,11 @@
+"""Layouts: how a data set lies on disk, one module each."""
+
+from __future__ import annotations
+
+from llamatap.dataset.layouts._layout import Layout
+from llamatap.dataset.layouts.speculators import SpeculatorsLayout
+
+__all__ = ["LAYOUTS", "Layout"]
+
+#: By the name of ``--layout``.
+LAYOUTS: dict[str, type[Layout]] = {layout.name: layout for layout in (SpeculatorsLayout,)}
