@@ -13,6 +13,9 @@ from llamatap.model import Model
 
 __all__ = ["Masker"]
 
+# SentencePiece's blank (U+2581), in a vocabulary that has its bytes alone.
+_BLANK = [b"\xe2", b"\x96", b"\x81"]
+
 
 class Masker:
     """Tokens of texts, and which of them are in the turns; remembers what it learnt of the vocabulary."""
@@ -108,13 +111,19 @@ class Masker:
         data = text.encode()
         begins = np.zeros(len(tokens), np.int64)
         ends = np.zeros(len(tokens), np.int64)
-        position = 0
-        added = (self._model.bos_token, self._model.eos_token)
-        for index, token in enumerate(tokens.tolist()):
-            piece = self._piece(token)
+        pieces = [self._piece(token) for token in tokens.tolist()]
+        position = index = 0
+        while index < len(tokens):
+            piece, count = pieces[index], 1
             begin = self._found(data, piece, position)
-            if begin is None and index in (0, len(tokens) - 1) and token in added:
+            if begin is None and self._is_added(tokens, index):
                 begin, piece = position, b""
+            elif (
+                begin is None
+                and pieces[index : index + 3] == _BLANK
+                and data[position : position + 1] == b" "
+            ):
+                begin, piece, count = position, b" ", 3
             elif begin is None and piece.startswith(b" "):
                 piece = piece[1:]
                 begin = self._found(data, piece, position)
@@ -124,8 +133,14 @@ class Masker:
                     f"{data[position : position + 20]!r}; give input_ids with a loss_mask instead"
                 )
             position = begin + len(piece)
-            begins[index], ends[index] = begin, position
+            begins[index : index + count], ends[index : index + count] = begin, position
+            index += count
         return begins, ends
+
+    def _is_added(self, tokens: NDArray[np.int32], index: int) -> bool:
+        """Whether it may be a token that the tokenizer adds."""
+        ends = (self._model.bos_token, self._model.eos_token)
+        return index in (0, len(tokens) - 1) and int(tokens[index]) in ends
 
     @staticmethod
     def _found(data: bytes, piece: bytes, position: int) -> int | None:

@@ -132,8 +132,8 @@ def _turn(render: Render, messages: Sequence[Message], index: int, text: str, ma
         return Turn(start, content_end, end, prompt)
     except InvalidInputError as error:
         raise InvalidInputError(
-            f"message {index}: where the assistant's turn lies in the rendered text cannot be told ({error}); give "
-            "input_ids with a loss_mask instead"
+            f"message {index}: where this turn of the assistant lies in the text cannot be told ({error}); "
+            "give input_ids with a loss_mask instead"
         ) from None
 
 

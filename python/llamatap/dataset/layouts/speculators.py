@@ -7,13 +7,17 @@ whose last layer is H_n, without the final norm.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 
 from llamatap.dataset.layouts._arrow import write_dataset
 from llamatap.dataset.layouts._layout import FilePerSample
@@ -61,7 +65,14 @@ class SpeculatorsLayout(FilePerSample):
     def write(self, index: int, states: NDArray[Any]) -> None:
         sample = self.samples[index]
         tensors = {"token_ids": sample.tokens.astype(np.int64), "hidden_states": states}
-        write_tensors(self.path(index), tensors, self._metadata(sample.row))
+        path = self.path(index)
+        try:
+            write_tensors(path, tensors, self._metadata(sample.row))
+        except SafetensorError as error:
+            # Its own error even for what the system refused: a full disk.
+            number = re.search(r"os error (\d+)", str(error))
+            code = int(number[1]) if number else errno.EIO
+            raise OSError(code, os.strerror(code), str(path)) from error
 
     def finish(self, lost: Sequence[int]) -> None:
         kept = self._without_gaps(lost)
