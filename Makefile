@@ -1,6 +1,6 @@
 # make demo    shows what the project does, on a fresh machine
 # make test    runs the tests, on a fresh machine
-# make test-peers  tests with libraries that want environments of their own: speculators
+# make test-peers  tests with libraries that want environments of their own: speculators, SpecForge
 # make test-page  runs the tests of the server's page in a browser
 # make lint    ruff, mypy, clang-format, stubs
 # make bench   measures; prints ratios, writes bench/results/
@@ -78,8 +78,15 @@ test: $(VENV)/.installed $(ARCHS)
 	.venv-speculators/bin/python -m pip install --quiet $(TORCH) speculators==0.9.0
 	touch $@
 
-test-peers: $(VENV)/.installed .venv-speculators/.installed
-	$(BIN)/python -m pytest tests/python/test_peer_speculators.py
+# What SpecForge reads its data with; the engines that it pins are for other things.
+.venv-specforge/.installed: | python
+	$(PYTHON) -m venv .venv-specforge
+	.venv-specforge/bin/python -m pip install --quiet $(TORCH) numpy
+	.venv-specforge/bin/python -m pip install --quiet --no-deps specforge==0.2.0
+	touch $@
+
+test-peers: $(VENV)/.installed .venv-speculators/.installed .venv-specforge/.installed
+	$(BIN)/python -m pytest tests/python/test_peer_speculators.py tests/python/test_peer_datasets.py
 
 # A browser and its driver, as Debian packs them.
 .PHONY: browser

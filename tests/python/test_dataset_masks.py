@@ -18,16 +18,25 @@ from llamatap.dataset.samples import Preparation, prepare
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = ROOT / "vendor" / "llama.cpp" / "models" / "templates"
 
-USER = {"role": "user", "content": "Hi"}
-PLAIN = [USER, {"role": "assistant", "content": "Yo"}, USER, {"role": "assistant", "content": " Bye.\n"}]
-THOUGHT = [
+USER: dict[str, Any] = {"role": "user", "content": "Hi"}
+PLAIN: list[dict[str, Any]] = [
+    USER,
+    {"role": "assistant", "content": "Yo"},
+    USER,
+    {"role": "assistant", "content": " Bye.\n"},
+]
+THOUGHT: list[dict[str, Any]] = [
     USER,
     {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYo"},
     USER,
     {"role": "assistant", "content": "<think>\nso\n</think>\n\nBye."},
 ]
-CALL = {"type": "function", "id": "123456789", "function": {"name": "f", "arguments": {"a": "b"}}}
-TOOLS = [
+CALL: dict[str, Any] = {
+    "type": "function",
+    "id": "123456789",
+    "function": {"name": "f", "arguments": {"a": "b"}},
+}
+TOOLS: list[dict[str, Any]] = [
     USER,
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "123456789", "name": "f", "content": "c"},

@@ -56,7 +56,7 @@ def test_killed_at_any_moment(tiny_path: Path, tmp_path: Path) -> None:
     draw = random.Random(5)
 
     def start(folder: str) -> subprocess.Popen[str]:
-        command = [
+        command: list[str | Path] = [
             sys.executable,
             "-c",
             PROGRAM,
@@ -269,8 +269,8 @@ def test_one_run_at_a_time(tiny_model: lt.Model, tmp_path: Path) -> None:
         first.start()
         try:
             assert inside.wait(60)
-            for more in ({}, {"rank": 1, "world_size": 2}):
-                again = Options(layers=[1], batch_tokens=64, resume=True, **more)
+            for rank, world in ((0, 1), (1, 2)):
+                again = Options(layers=[1], batch_tokens=64, resume=True, rank=rank, world_size=world)
                 with pytest.raises(lt.BusyError, match="another run is writing to"):
                     dataset.write(tiny_model, rows, tmp_path / "o", again)
         finally:

@@ -211,11 +211,9 @@ class Job:
 
     def _check_room(self) -> None:
         free, block = self._folder.free_bytes()
-        there = self._layout.written()
-        lengths = self.samples.lengths
-        # What is there has taken its room; the rest is reckoned by tokens, and files end in part of a block.
-        left = 1 - lengths[there].sum() / lengths.sum()
-        needed = int(self.n_bytes * left) + int((~there).sum()) * block + 24 * self.samples.n_tokens
+        # Files end in part of a block; and there are token ids and masks besides the states.
+        needed = self.n_bytes - self._layout.n_bytes_there()
+        needed += int((~self._layout.written()).sum()) * block + 24 * self.samples.n_tokens
         if needed > free and self._status() != "complete":
             raise OSError(
                 errno.ENOSPC,
@@ -245,13 +243,18 @@ class Job:
                 if manifest is None:
                     self._write_manifest("writing")
                 self._check_same(manifest)
+                writing = self._status() == "writing"
+                if writing:
+                    extraction, work = self._work()
+                    self._layout.open(index for batch in work for index in batch)
             n_written = 0
-            if self._status() == "writing":
-                n_written = self._compute(progress or (lambda done, total: None))
+            if writing:
+                n_written = self._compute(extraction, work, progress or (lambda done, total: None))
             with self._folder.settled():
                 return self._finish(n_written)
 
-    def _compute(self, progress: Progress) -> int:
+    def _work(self) -> tuple[dict[str, Any], list[list[int]]]:
+        """Options of the extractor, and the batches of this worker."""
         options, lengths = self.options, self.samples.lengths
         longest = int(lengths.max())
         extraction: dict[str, Any] = {"n_ubatch": options.batch_tokens, **options.context}
@@ -260,9 +263,14 @@ class Job:
         most = most_sequences(self.model.native) if extraction.get("kv_unified", True) else 1
         extraction.setdefault("n_seq_max", most)
         everything = batches(lengths.tolist(), extraction["n_ubatch"], most)
-        work = everything[options.rank :: options.world_size]
-        mine = np.array(sorted(index for batch in work for index in batch), np.int64)
-        self._layout.open(mine.tolist())
+        return extraction, everything[options.rank :: options.world_size]
+
+    def _compute(
+        self, extraction: Mapping[str, Any], work: Sequence[Sequence[int]], progress: Progress
+    ) -> int:
+        """Compute and write what is missing; how many samples that were."""
+        options, lengths = self.options, self.samples.lengths
+        mine = np.array([index for batch in work for index in batch], np.int64)
         there = self._layout.written()
         there[list(self._folder.lost())] = True
         total = int(lengths[mine].sum())

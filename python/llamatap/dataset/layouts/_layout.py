@@ -58,6 +58,10 @@ class Layout(ABC):
         """Bytes of the files of states when all samples are written."""
 
     @abstractmethod
+    def n_bytes_there(self) -> int:
+        """Bytes of the files of states that are there, or have their room already."""
+
+    @abstractmethod
     def open(self, indices: Iterable[int]) -> None:
         """Make what must be there before samples are written, and remove what a killed run left half written.
 
@@ -102,6 +106,9 @@ class FilePerSample(Layout):
 
     def n_bytes(self) -> int:
         return int(self._sizes().sum())
+
+    def n_bytes_there(self) -> int:
+        return int(self._sizes()[self.written()].sum())
 
     def _sizes(self) -> NDArray[np.int64]:
         known: dict[tuple[int, int], int] = {}
