@@ -1,6 +1,6 @@
 # make demo    shows what the project does, on a fresh machine
 # make test    runs the tests, on a fresh machine
-# make test-peers  tests with libraries that want environments of their own: speculators
+# make test-peers  tests with libraries that want environments of their own: speculators, SpecForge
 # make test-page  runs the tests of the server's page in a browser
 # make lint    ruff, mypy, clang-format, stubs
 # make bench   measures; prints ratios, writes bench/results/
@@ -54,7 +54,7 @@ $(VENV)/.tools: pyproject.toml | python
 
 # The package, compiled in the persistent folder build/.
 $(VENV)/.installed: $(VENV)/.tools $(SOURCES)
-	$(PIP) install --no-build-isolation ".[demo,server]"
+	$(PIP) install --no-build-isolation ".[dataset,demo,server]"
 	touch $@
 
 demo: $(VENV)/.installed
@@ -81,8 +81,15 @@ test: $(VENV)/.installed $(ARCHS)
 	  .venv-speculators/bin/python -m pip uninstall --quiet --yes torchvision torchaudio
 	touch $@
 
-test-peers: $(VENV)/.installed .venv-speculators/.installed
-	$(BIN)/python -m pytest tests/peers
+# What SpecForge reads its data with; the engines that it pins are for other things.
+.venv-specforge/.installed: | python
+	$(PYTHON) -m venv .venv-specforge
+	.venv-specforge/bin/python -m pip install --quiet $(TORCH) numpy
+	.venv-specforge/bin/python -m pip install --quiet --no-deps specforge==0.2.0
+	touch $@
+
+test-peers: $(VENV)/.installed .venv-speculators/.installed .venv-specforge/.installed
+	$(BIN)/python -m pytest tests/peers tests/python/test_peer_datasets.py
 
 # Co-training with PyTorch, beside the code of a trainer: `make test-train TORCH=...` chooses its torch.
 .venv-train/.installed: | python
@@ -146,7 +153,7 @@ bench-server: $(VENV)/.installed
 	$(BIN)/python bench/server.py
 
 dev: $(VENV)/.tools
-	$(PIP) install --no-build-isolation --editable ".[demo,server]"
+	$(PIP) install --no-build-isolation --editable ".[dataset,demo,server]"
 	rm -f $(VENV)/.installed
 
 package: $(VENV)/.tools
@@ -200,7 +207,7 @@ neighbours: | python
 # Assertions on, and the arithmetic of a release: compiled otherwise, the engine rounds otherwise.
 debug: $(ARCHS) | python
 	$(call TEST_VENV,.venv-debug)
-	.venv-debug/bin/python -m pip install --no-build-isolation ".[demo,server]" -C cmake.build-type=Debug \
+	.venv-debug/bin/python -m pip install --no-build-isolation ".[dataset,demo,server]" -C cmake.build-type=Debug \
 	  -C "cmake.define.CMAKE_C_FLAGS_DEBUG=-g -O3" -C "cmake.define.CMAKE_CXX_FLAGS_DEBUG=-g -O3"
 	.venv-debug/bin/python -m pytest
 
@@ -208,7 +215,7 @@ debug: $(ARCHS) | python
 # Left out are spoilt files: the engine reads enums of values that no enumerator has, and checks them afterwards.
 sanitize: $(ARCHS) | python
 	$(call TEST_VENV,.venv-sanitize)
-	.venv-sanitize/bin/python -m pip install --no-build-isolation ".[demo,server]" \
+	.venv-sanitize/bin/python -m pip install --no-build-isolation ".[dataset,demo,server]" \
 	  -C cmake.build-type=RelWithDebInfo -C cmake.define.LLAMATAP_SANITIZE=address,undefined \
 	  -C build-dir=build/sanitize
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -11,9 +12,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from llamatap.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from jinja2 import Environment
+    from jinja2 import Environment, Template
 
-__all__ = ["fill", "free_variables", "render"]
+__all__ = ["GENERATION_END", "GENERATION_START", "fill", "free_variables", "render"]
+
+#: Variables whose values are written where ``{% generation %}`` and ``{% endgeneration %}`` stand: the tags
+#: with which templates say what an assistant generates. Nothing is written where they are not given.
+GENERATION_START, GENERATION_END = "generation_start_", "generation_end_"
 
 
 # What foreign code in a sandbox may come to.
@@ -43,14 +48,28 @@ def _tojson(
 
 def _environment(keep_trailing_newline: bool = False) -> Environment:
     # Imported here: many uses of llamatap never render a template.
-    from jinja2.ext import loopcontrols
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012  as its base declares it
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+            def written(name: str) -> nodes.Node:
+                return nodes.Output([nodes.Name(name, "load")]).set_lineno(line)
+
+            return [written(GENERATION_START), *body, written(GENERATION_END)]
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=keep_trailing_newline,
-        extensions=[loopcontrols],
+        extensions=[loopcontrols, Generation],
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
@@ -58,11 +77,17 @@ def _environment(keep_trailing_newline: bool = False) -> Environment:
     return environment
 
 
-def _rendered(what: str, environment: Environment, template: str, variables: Mapping[str, Any]) -> str:
+@functools.lru_cache(16)
+def _compiled(template: str, keep_trailing_newline: bool) -> Template:
+    """A template, which takes longer to compile than to render."""
+    return _environment(keep_trailing_newline).from_string(template)
+
+
+def _rendered(what: str, template: str, variables: Mapping[str, Any], keep_trailing_newline: bool) -> str:
     from jinja2 import TemplateError
 
     try:
-        return environment.from_string(template).render(**variables)
+        return _compiled(template, keep_trailing_newline).render(**variables)
     except InvalidInputError:
         raise
     except (TemplateError, *_FAILURES) as error:
@@ -73,8 +98,8 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: An
     """Render a chat template.
 
     The environment is what transformers gives its templates: ``trim_blocks``, ``lstrip_blocks``, loop
-    controls, ``raise_exception``, ``strftime_now`` and a plain ``tojson``. It is immutable and sandboxed:
-    a template comes with a model file, from anywhere.
+    controls, ``{% generation %}``, ``raise_exception``, ``strftime_now`` and a plain ``tojson``. It is
+    immutable and sandboxed: a template comes with a model file, from anywhere.
 
     :raises InvalidInputError: the template is broken, or refuses the messages.
     """
@@ -83,7 +108,7 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: An
             f'messages must be a list of {{"role": ..., "content": ...}}, not {reprlib.repr(messages)}'
         )
     messages = [dict(message) for message in messages]
-    return _rendered("chat template", _environment(), template, {"messages": messages, **variables})
+    return _rendered("chat template", template, {"messages": messages, **variables}, False)
 
 
 def fill(template: str, **variables: Any) -> str:
@@ -91,7 +116,7 @@ def fill(template: str, **variables: Any) -> str:
 
     :raises InvalidInputError: the template is broken, or fails.
     """
-    return _rendered("template", _environment(keep_trailing_newline=True), template, variables)
+    return _rendered("template", template, variables, True)
 
 
 def free_variables(template: str) -> set[str]:
@@ -104,6 +129,7 @@ def free_variables(template: str) -> set[str]:
 
     environment = _environment()
     try:
-        return find_undeclared_variables(environment.parse(template)) - set(environment.globals)
+        found = find_undeclared_variables(environment.parse(template))
+        return found - set(environment.globals) - {GENERATION_START, GENERATION_END}
     except (TemplateError, *_FAILURES) as error:
         raise InvalidInputError(f"the template is broken: {error}") from error

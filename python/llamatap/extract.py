@@ -16,6 +16,7 @@ from llamatap import layers as layer_ids
 from llamatap._check import instance, integer, separate
 from llamatap._closing import Closing
 from llamatap._native import _core, flush_log
+from llamatap._packing import most_sequences, packs
 from llamatap._prompts import Input, Window, bounds, is_single, out_array, prompt_tokens
 from llamatap.context import Context, ContextOptions
 from llamatap.errors import BusyError, ClosedError, ContextFullError, InvalidInputError, UnsupportedError
@@ -30,11 +31,6 @@ __all__ = ["Extractor", "Input", "Pooling", "Window", "extract"]
 
 Pooling = Literal["mean", "last", "max"]
 
-# The most prompts of one batch. Recurrent models hold a state for each, and compute prompts of different
-# length in turns.
-_MOST_SEQUENCES = 64
-_MOST_RECURRENT_SEQUENCES = 8
-
 
 @dataclass
 class _Job:
@@ -44,33 +40,6 @@ class _Job:
     begin: int
     end: int
     out: NDArray[Any]
-
-
-def _packs(lengths: Sequence[int], room: int, most: int) -> list[list[int]]:
-    """Group prompts so that each group fits into ``room`` tokens and ``most`` sequences.
-
-    First fit, longest first; a prompt that is longer than ``room`` has a group of its own.
-    """
-    packs: list[list[int]] = []
-    shortest = min(lengths)
-    open_packs: list[tuple[list[int], int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        length = lengths[index]
-        for slot, (pack, free) in enumerate(open_packs):
-            if length <= free:
-                pack.append(index)
-                free -= length
-                # A pack that nothing fits into any more is not looked at again.
-                if free < shortest or len(pack) == most:
-                    del open_packs[slot]
-                else:
-                    open_packs[slot] = (pack, free)
-                break
-        else:
-            packs.append([index])
-            if room - length >= shortest and most > 1:
-                open_packs.append((packs[-1], room - length))
-    return packs
 
 
 class _Run:
@@ -146,7 +115,7 @@ class _Run:
         most = context.n_seq_max if context.kv_unified else 1
         room = min(context.n_ubatch, context.n_ctx)
         try:
-            for pack in _packs([len(self.jobs[i].tokens) for i in indices], room, most):
+            for pack in packs([len(self.jobs[i].tokens) for i in indices], room, most):
                 together = [self.jobs[indices[k]] for k in pack]
                 if not self._capture(context, together) and len(together) > 1:
                     # NaN or infinity of one prompt may have come to the others.
@@ -238,12 +207,8 @@ class Extractor(Closing):
         nodes = layer_map.nodes
         # Without a memory a whole prompt is computed at once, and all of it is output.
         outputs = any(nodes[slot][1] for slot in run.slots) or not layer_map.has_memory
-        native = self.model.native
-        recurrent = native.is_recurrent or native.is_hybrid
-        most = _MOST_RECURRENT_SEQUENCES if recurrent else _MOST_SEQUENCES
         options = self._options.copy()
-        if not options.get("kv_unified", True) or not native.batches_sequences:
-            most = 1
+        most = most_sequences(self.model.native) if options.get("kv_unified", True) else 1
         n_seq = 1
         while n_seq < min(len(lengths), most):
             n_seq *= 2

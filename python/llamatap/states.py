@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import functools
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -279,4 +281,7 @@ def write_tensors(
                 metadata=metadata,
             )
         except SafetensorError as error:
-            raise OSError(f"cannot write {path}: {error}") from error
+            # Its own error even for what the system refused: a full disk.
+            number = re.search(r"os error (\d+)", str(error))
+            code = int(number[1]) if number else errno.EIO
+            raise OSError(code, os.strerror(code), os.fspath(path)) from error

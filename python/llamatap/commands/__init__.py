@@ -8,9 +8,9 @@ import is imported in ``run``.
 
 from __future__ import annotations
 
-from llamatap.commands import build_config, demo, encode, extract, fetch, generate, info, serve
+from llamatap.commands import build_config, dataset, demo, encode, extract, fetch, generate, info, serve
 
 __all__ = ["COMMANDS"]
 
 #: In the order in which the help lists them.
-COMMANDS = (info, extract, encode, generate, serve, fetch, demo, build_config)
+COMMANDS = (info, extract, encode, dataset, generate, serve, fetch, demo, build_config)

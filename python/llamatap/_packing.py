@@ -1,0 +1,48 @@
+"""Which prompts share a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llamatap._native import _core
+
+__all__ = ["most_sequences", "packs"]
+
+# The most prompts of one batch. Recurrent models hold a state for each, and compute prompts of different
+# length in turns.
+_MOST_SEQUENCES = 64
+_MOST_RECURRENT_SEQUENCES = 8
+
+
+def most_sequences(model: _core.Model) -> int:
+    """The most prompts of one batch of a model, in a unified KV cache."""
+    if not model.batches_sequences:
+        return 1
+    return _MOST_RECURRENT_SEQUENCES if model.is_recurrent or model.is_hybrid else _MOST_SEQUENCES
+
+
+def packs(lengths: Sequence[int], room: int, most: int) -> list[list[int]]:
+    """Group prompts so that each group fits into ``room`` tokens and ``most`` sequences.
+
+    First fit, longest first; a prompt that is longer than ``room`` has a group of its own.
+    """
+    packs: list[list[int]] = []
+    shortest = min(lengths)
+    open_packs: list[tuple[list[int], int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = lengths[index]
+        for slot, (pack, free) in enumerate(open_packs):
+            if length <= free:
+                pack.append(index)
+                free -= length
+                # A pack that nothing fits into any more is not looked at again.
+                if free < shortest or len(pack) == most:
+                    del open_packs[slot]
+                else:
+                    open_packs[slot] = (pack, free)
+                break
+        else:
+            packs.append([index])
+            if room - length >= shortest and most > 1:
+                open_packs.append((packs[-1], room - length))
+    return packs

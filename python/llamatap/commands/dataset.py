@@ -1,0 +1,153 @@
+"""``llamatap dataset``: hidden states of a data set's samples, as trainers read them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llamatap.commands._options import DTYPES, add_loading, layer_ids, read_text
+from llamatap.errors import InvalidInputError
+from llamatap.layers import CONVENTIONS
+
+if TYPE_CHECKING:
+    from llamatap.dataset import Job, Report
+
+__all__ = ["add", "run"]
+
+# How many of the rows that were left out are told of; skipped.jsonl has them all.
+_TOLD = 5
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("dataset", help="write the states of a data set's samples to a folder")
+    parser.add_argument("model", type=Path, help="a GGUF file")
+    parser.add_argument(
+        "input",
+        type=Path,
+        help="a .jsonl or .parquet file, or a folder that Hugging Face datasets saved, with input_ids (and "
+        "loss_mask), messages, conversations or text",
+    )
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument(
+        "--layers", help='comma-separated, "2,15,27"; the layout adds the last (default: those of EAGLE-3)'
+    )
+    parser.add_argument(
+        "--convention",
+        choices=list(CONVENTIONS),
+        default="llamatap",
+        help="how --layers counts (default: llamatap, which is vLLM's)",
+    )
+    # The names are those of llamatap.dataset.LAYOUTS, which takes long to import.
+    parser.add_argument("--layout", choices=("speculators", "specforge", "npy"), default="speculators")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--max-length", type=int, help="cut samples on the right to this many tokens")
+    parser.add_argument("--min-tokens", type=int, default=2, help="leave out shorter samples (default: 2)")
+    parser.add_argument(
+        "--min-loss-tokens",
+        type=int,
+        default=1,
+        help="leave out samples with fewer tokens in the loss mask (default: 1)",
+    )
+    parser.add_argument("--chat-template", type=Path, metavar="FILE", help="in place of the model's own")
+    parser.add_argument(
+        "--template-variables", metavar="JSON", help='for the chat template: {"enable_thinking": false}'
+    )
+    parser.add_argument("--date", metavar="YYYY-MM-DD", help="what chat templates take for today")
+    parser.add_argument("--on-error", choices=("skip", "stop"), default="skip", help="of samples that fail")
+    parser.add_argument("--resume", action="store_true", help="go on with what the folder holds")
+    parser.add_argument("--rank", type=int, default=0, help="which of the workers this is, from 0")
+    parser.add_argument("--world-size", type=int, default=1, help="workers that share the work")
+    parser.add_argument("--batch-tokens", type=int, default=512, help="computed at once (default: 512)")
+    parser.add_argument("--n-threads", type=int, help="default: the processors")
+    parser.add_argument("--dry-run", action="store_true", help="tell what would be written, and stop")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    add_loading(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from llamatap import Model
+    from llamatap.dataset import Job, Options
+
+    options = Options(
+        layers=None if arguments.layers is None else layer_ids(arguments.layers),
+        convention=arguments.convention,
+        layout=arguments.layout,
+        dtype=arguments.dtype,
+        max_length=arguments.max_length,
+        min_tokens=arguments.min_tokens,
+        min_loss_tokens=arguments.min_loss_tokens,
+        template=None if arguments.chat_template is None else read_text(arguments.chat_template),
+        template_variables=_variables(arguments.template_variables),
+        date=arguments.date,
+        on_error=arguments.on_error,
+        resume=arguments.resume,
+        rank=arguments.rank,
+        world_size=arguments.world_size,
+        batch_tokens=arguments.batch_tokens,
+        context={} if arguments.n_threads is None else {"n_threads": arguments.n_threads},
+    )
+    with Model(arguments.model, n_gpu_layers=arguments.gpu_layers, weights=arguments.weights) as model:
+        job = Job(model, arguments.input, arguments.output, options)
+        _announce(job, arguments.output)
+        if arguments.dry_run:
+            return 0
+        report = _run(job, quiet=arguments.quiet)
+    return _tell(report, arguments.output)
+
+
+def _variables(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise InvalidInputError(f"--template-variables is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InvalidInputError(f"--template-variables must be a JSON object, not {text}")
+    return found
+
+
+def _announce(job: Job, folder: Path) -> None:
+    cut = f", {job.n_truncated} of them cut" if job.n_truncated else ""
+    print(
+        f"{len(job.samples)} samples of {job.n_rows} rows{cut}; {job.samples.n_tokens} tokens; layers "
+        f"{list(job.columns)}; {job.n_bytes:,} bytes of states in {folder}, {job.free_bytes:,} free",
+        file=sys.stderr,
+    )
+    for row, reason in list(job.skipped.items())[:_TOLD]:
+        print(f"left out: row {row}: {reason}", file=sys.stderr)
+    if len(job.skipped) > _TOLD:
+        print(f"left out: {len(job.skipped) - _TOLD} rows more", file=sys.stderr)
+
+
+def _run(job: Job, *, quiet: bool) -> Report:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        quiet = True
+    if quiet:
+        return job.run()
+    with tqdm(unit=" tokens", unit_scale=True, smoothing=0.05) as bar:
+
+        def progress(done: int, total: int) -> None:
+            if bar.total is None:
+                bar.reset(total)
+                # What was there before says nothing of the speed.
+                bar.initial = bar.n = done
+            bar.update(done - bar.n)
+
+        return job.run(progress)
+
+
+def _tell(report: Report, folder: Path) -> int:
+    what = "complete" if report.complete else "this worker's part is done, others are at theirs"
+    skipped = f", {len(report.skipped)} rows left out (skipped.jsonl)" if report.skipped else ""
+    print(
+        f"{folder}: {report.n_samples} samples, {report.n_tokens} tokens, {report.n_written} samples written "
+        f"now{skipped}; {what}"
+    )
+    return 0

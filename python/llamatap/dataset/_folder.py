@@ -1,0 +1,131 @@
+"""The folder of a data set: what it is of, who writes to it, and what could not be computed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from llamatap.cache import atomic_path
+from llamatap.errors import BusyError, InvalidInputError
+
+__all__ = ["MANIFEST", "SKIPPED", "Folder"]
+
+#: What the data set is of, in its folder.
+MANIFEST = "llamatap.json"
+#: Rows of the input that are not in it, and why: a JSON object a line.
+SKIPPED = "skipped.jsonl"
+# Locks, and reasons of samples without finite states, until all is written.
+_WORK = ".llamatap"
+
+
+class Folder:
+    """The folder, and how one process writes to it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._work = path / _WORK
+
+    def manifest(self) -> dict[str, Any] | None:
+        """What the data set is of; None where the folder is empty or not there.
+
+        :raises InvalidInputError: the folder holds something else.
+        """
+        try:
+            found = json.loads((self.path / MANIFEST).read_text("utf-8"))
+        except FileNotFoundError:
+            if self.path.is_dir() and any(not entry.name.startswith(_WORK) for entry in self.path.iterdir()):
+                raise InvalidInputError(
+                    f"{self.path} is not empty and holds no {MANIFEST}: give another folder"
+                ) from None
+            return None
+        except ValueError as error:
+            raise InvalidInputError(f"{self.path / MANIFEST} cannot be read: {error}") from error
+        if not isinstance(found, dict) or not isinstance(found.get("made_with"), dict):
+            raise InvalidInputError(f"{self.path / MANIFEST} is not of a data set of llamatap")
+        return found
+
+    def write_manifest(self, manifest: Mapping[str, Any]) -> None:
+        """:raises OSError: it cannot be written."""
+        with atomic_path(self.path / MANIFEST) as scratch:
+            scratch.write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")
+
+    def write_skipped(self, skipped: Mapping[int, str]) -> None:
+        """Rows that are not in the data set.
+
+        :param skipped: the reason of each row.
+        :raises OSError: it cannot be written.
+        """
+        with atomic_path(self.path / SKIPPED) as scratch, scratch.open("w", encoding="utf-8") as file:
+            for row in sorted(skipped):
+                file.write(json.dumps({"row": row, "reason": skipped[row]}, ensure_ascii=False) + "\n")
+
+    @contextlib.contextmanager
+    def used(self, rank: int, world_size: int) -> Iterator[None]:
+        """Keep other runs out: all of them, or with several workers those of the same rank.
+
+        :raises BusyError: another run is at it.
+        :raises OSError: the folder cannot be made or written to.
+        """
+        self._work.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            alone = world_size == 1
+            stack.enter_context(self._locked("run.lock", fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
+            if not alone:
+                stack.enter_context(self._locked(f"rank-{rank}.lock", fcntl.LOCK_EX))
+            yield
+
+    @contextlib.contextmanager
+    def _locked(self, name: str, kind: int) -> Iterator[None]:
+        handle = os.open(self._work / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            try:
+                fcntl.flock(handle, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BusyError(f"another run is writing to {self.path}; wait for its end") from None
+            yield
+        finally:
+            os.close(handle)
+
+    @contextlib.contextmanager
+    def settled(self) -> Iterator[None]:
+        """One process at a time: to begin a data set, and to finish it."""
+        handle = os.open(self._work / "settle.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            # A run that was killed while it had this lock left them.
+            for leftover in self.path.glob(f".{MANIFEST}.*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            yield
+        finally:
+            os.close(handle)
+
+    def lose(self, index: int, reason: str) -> None:
+        """Remember that a sample has no finite states.
+
+        :raises OSError: it cannot be written.
+        """
+        folder = self._work / "lost"
+        folder.mkdir(exist_ok=True)
+        with atomic_path(folder / str(index)) as scratch:
+            scratch.write_text(reason, "utf-8")
+
+    def lost(self) -> dict[int, str]:
+        """The samples without finite states, and why."""
+        found = {}
+        for path in (self._work / "lost").glob("*"):
+            if path.name.isdecimal():
+                found[int(path.name)] = path.read_text("utf-8")
+        return dict(sorted(found.items()))
+
+    def free_bytes(self) -> tuple[int, int]:
+        """Bytes that are free where the folder is or will be, and bytes of a block of its file system."""
+        place = self.path.absolute()
+        while not place.exists():
+            place = place.parent
+        return shutil.disk_usage(place).free, os.statvfs(place).f_frsize

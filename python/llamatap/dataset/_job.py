@@ -1,0 +1,374 @@
+"""One data set, from samples to files."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamatap._check import instance
+from llamatap._packing import most_sequences, packs
+from llamatap.dataset._folder import Folder
+from llamatap.dataset._writer import Writer
+from llamatap.dataset.layouts import LAYOUTS, Layout
+from llamatap.dataset.options import Options
+from llamatap.dataset.rows import Row, read_rows
+from llamatap.dataset.samples import Preparation, Samples, prepare
+from llamatap.errors import Error, InvalidInputError, UnsupportedError
+from llamatap.extract import Extractor
+from llamatap.layers import LayerId, default_eagle3_layers, translate
+from llamatap.model import Model
+from llamatap.states import States, dtype_name
+
+__all__ = ["Job", "Report", "batches", "compute"]
+
+# Samples that are packed into batches together: batches stay near the order of the input.
+_WINDOW = 512
+
+#: Called with tokens that are there and tokens that there will be.
+Progress = Callable[[int, int], object]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run did.
+
+    :ivar n_samples: samples of the data set; with several workers of all of them.
+    :ivar n_tokens: their tokens.
+    :ivar n_written: samples that this run wrote.
+    :ivar skipped: rows that are not in the data set, and why.
+    :ivar complete: whether all is there; with several workers the last one finishes.
+    """
+
+    n_samples: int
+    n_tokens: int
+    n_written: int
+    skipped: Mapping[int, str]
+    complete: bool
+
+
+def batches(lengths: Sequence[int], room: int, most: int) -> list[list[int]]:
+    """Which samples are computed together: the same whoever computes them, for the rounding depends on it.
+
+    :param lengths: tokens of each sample.
+    :param room: the most tokens of a batch; a longer sample is one by itself.
+    :param most: the most samples of a batch.
+    """
+    found: list[list[int]] = []
+    for start in range(0, len(lengths), _WINDOW):
+        part = packs(lengths[start : start + _WINDOW], room, most)
+        found += sorted(sorted(start + index for index in pack) for pack in part)
+    return found
+
+
+def compute(
+    extractor: Extractor,
+    layout: Layout,
+    work: Iterable[Sequence[int]],
+    done: NDArray[np.bool_],
+    write: Callable[[int, States], None],
+    wrote: Callable[[Sequence[int]], None],
+    queue: int,
+) -> None:
+    """Compute batches of samples and write those that are not there.
+
+    This is all that a worker does: what it needs besides is in the arguments.
+
+    :param work: the batches, lists of numbers of samples.
+    :param done: which samples are there: bool ``(n_samples,)``.
+    :param write: writes one sample's states.
+    :param wrote: called after each batch with the samples that were written.
+    :param queue: the most batches that are computed and not written.
+    """
+    with Writer(write, wrote, queue) as writer:
+        for batch in work:
+            missing = [index for index in batch if not done[index]]
+            if not missing:
+                continue
+            writer.reserve()
+            # All of them, for states depend in their rounding on what is computed with them.
+            tokens = [layout.samples[index].tokens for index in batch]
+            states = dict(zip(batch, extractor(tokens, layout.columns, dtype=layout.dtype), strict=True))
+            writer.put([(index, states[index]) for index in missing])
+
+
+class Job:
+    """A data set that is prepared and not yet written: what it will be can be looked at first.
+
+    :param model: the model.
+    :param samples: a file or folder (see :func:`llamatap.dataset.read_rows`), or rows: mappings with
+        ``input_ids`` (and a ``loss_mask``), ``messages`` or ``conversations`` (and ``tools``), or ``text``:
+        the first of these that is there.
+    :param folder: where the data set is written; made if it is not there.
+    :param options: see :class:`Options`.
+    :ivar n_rows: rows of the input.
+    :ivar samples: those that will be written, in order, with their tokens and loss masks.
+    :ivar n_truncated: how many of them were cut.
+    :ivar skipped: the other rows, and why.
+    :ivar n_bytes: bytes of the files of states.
+    :raises InvalidInputError: the input or an option is wrong, or the folder holds something else.
+    :raises UnsupportedError: the model carries no single residual stream, or a package is missing.
+    :raises OSError: the input cannot be read, or there is no room for the data set (``ENOSPC``).
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        samples: str | os.PathLike[str] | Iterable[Row],
+        folder: str | os.PathLike[str],
+        options: Options | None = None,
+    ) -> None:
+        instance("model", model, Model)
+        self.model = model
+        self.options = options = options or Options()
+        self._folder = Folder(Path(folder))
+        kind = _layout_kind(options.layout)
+        self.columns = _columns(model, options, kind)
+        dtype = dtype_name(options.dtype)
+        manifest = self._folder.manifest()
+        if manifest is not None and not options.resume and options.world_size == 1:
+            raise InvalidInputError(f"{folder} holds a data set already; resume it, or give another folder")
+        today = datetime.date.today().isoformat()
+        date = options.date or (manifest or {}).get("made_with", {}).get("date") or today
+        limit = _longest(model, options)
+        how = Preparation(
+            limit,
+            options.min_tokens,
+            options.min_loss_tokens,
+            options.template,
+            options.template_variables,
+            date,
+        )
+        provenance = self._provenance(dtype)
+        self._made_with: dict[str, Any] = {
+            "layout": options.layout,
+            **{key: value for key, value in provenance.items() if key not in ("model", "convention", "norm")},
+            "max_length": limit,
+            "min_tokens": options.min_tokens,
+            "min_loss_tokens": options.min_loss_tokens,
+            "template": options.template,
+            "template_variables": dict(options.template_variables),
+            "date": date,
+            "batch_tokens": options.batch_tokens,
+        }
+        self._made_with = json.loads(json.dumps(self._made_with))
+        self._check_same(manifest)
+
+        self.skipped: dict[int, str] = {}
+        rows = read_rows(Path(samples)) if isinstance(samples, (str, os.PathLike)) else samples
+        prepared = prepare(model, rows, how, self._skip)
+        self.samples: Samples = prepared.samples
+        self.n_rows, self.n_truncated = prepared.n_rows, prepared.n_truncated
+        if not self.samples:
+            row, reason = next(iter(self.skipped.items()))
+            raise InvalidInputError(f"none of the {self.n_rows} rows can be used; row {row}: {reason}")
+        self._made_with["samples_sha256"] = self.samples.sha256()
+        self._check_same(manifest)
+        self._layout = kind(self._folder.path, self.samples, self.columns, dtype, model.n_embd, provenance)
+        self._provenance_facts = provenance
+        self.n_bytes = self._layout.n_bytes()
+        self._check_room()
+
+    def _skip(self, row: int, error: Error) -> None:
+        if self.options.on_error == "stop":
+            raise InvalidInputError(f"row {row}: {error}") from error
+        self.skipped[row] = str(error)
+
+    def _provenance(self, dtype: str) -> dict[str, Any]:
+        """What the states' own provenance tells, whatever the sample."""
+        with Extractor(self.model, **dict(self.options.context)) as extractor:
+            found = extractor([0], self.columns, dtype=dtype).provenance
+        return {key: value for key, value in found.items() if key != "window" and value is not None}
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that are free where the folder is."""
+        return self._folder.free_bytes()[0]
+
+    def _check_same(self, manifest: Mapping[str, Any] | None) -> None:
+        """What the folder holds is of the same model, samples and options."""
+        if manifest is None:
+            return
+        there = manifest["made_with"]
+        differs = [
+            f"{name} is {there.get(name)!r} there and {value!r} here"
+            for name, value in self._made_with.items()
+            if there.get(name) != value
+        ]
+        if differs:
+            raise InvalidInputError(
+                f"{self._folder.path} holds a data set of another kind: {'; '.join(differs)}. Give the same, "
+                "or another folder"
+            )
+
+    def _check_room(self) -> None:
+        free, block = self._folder.free_bytes()
+        # Files end in part of a block; and there are token ids and masks besides the states.
+        needed = self.n_bytes - self._layout.n_bytes_there()
+        needed += int((~self._layout.written()).sum()) * block + 24 * self.samples.n_tokens
+        if needed > free and self._status() != "complete":
+            raise OSError(
+                errno.ENOSPC,
+                f"the data set needs {needed:,} bytes more, and {free:,} are free; free some, or take fewer "
+                "layers or samples",
+                str(self._folder.path),
+            )
+
+    def _status(self) -> str | None:
+        manifest = self._folder.manifest()
+        return None if manifest is None else manifest.get("status")
+
+    def run(self, progress: Progress | None = None) -> Report:
+        """Write the data set, or what is missing of it.
+
+        :param progress: called with the tokens that are there and those that there will be (with several
+            workers, this one's), at the start and after each batch.
+        :raises InvalidInputError: ``on_error`` is "stop" and a sample's states are not finite.
+        :raises BusyError: another run is writing to the folder.
+        :raises OSError: it cannot be written, for want of room for example. What was written stays, and
+            ``resume`` goes on.
+        """
+        options = self.options
+        with self._folder.used(options.rank, options.world_size):
+            with self._folder.settled():
+                manifest = self._folder.manifest()
+                if manifest is None:
+                    self._write_manifest("writing")
+                self._check_same(manifest)
+                writing = self._status() == "writing"
+                if writing:
+                    extraction, work = self._work()
+                    self._layout.open(index for batch in work for index in batch)
+            n_written = 0
+            if writing:
+                n_written = self._compute(extraction, work, progress or (lambda done, total: None))
+            with self._folder.settled():
+                return self._finish(n_written)
+
+    def _work(self) -> tuple[dict[str, Any], list[list[int]]]:
+        """Options of the extractor, and the batches of this worker."""
+        options, lengths = self.options, self.samples.lengths
+        longest = int(lengths.max())
+        extraction: dict[str, Any] = {"n_ubatch": options.batch_tokens, **options.context}
+        if self.model.layer_map.at_once:
+            extraction["n_ubatch"] = extraction["n_batch"] = max(extraction["n_ubatch"], longest)
+        most = most_sequences(self.model.native) if extraction.get("kv_unified", True) else 1
+        extraction.setdefault("n_seq_max", most)
+        everything = batches(lengths.tolist(), extraction["n_ubatch"], most)
+        return extraction, everything[options.rank :: options.world_size]
+
+    def _compute(
+        self, extraction: Mapping[str, Any], work: Sequence[Sequence[int]], progress: Progress
+    ) -> int:
+        """Compute and write what is missing; how many samples that were."""
+        options, lengths = self.options, self.samples.lengths
+        mine = np.array([index for batch in work for index in batch], np.int64)
+        there = self._layout.written()
+        there[list(self._folder.lost())] = True
+        total = int(lengths[mine].sum())
+        state = [int(lengths[mine][there[mine]].sum()), 0]
+        progress(state[0], total)
+
+        def wrote(indices: Sequence[int]) -> None:
+            state[0] += int(lengths[list(indices)].sum())
+            state[1] += len(indices)
+            progress(state[0], total)
+
+        with Extractor(self.model, **extraction) as extractor:
+            compute(extractor, self._layout, work, there, self._write, wrote, options.queue)
+        return state[1]
+
+    def _write(self, index: int, states: States) -> None:
+        layers = states.nonfinite_layers()
+        if not layers:
+            self._layout.write(index, states.array)
+            return
+        reason = f"NaN or infinity in layers {layers} ({self._layout.dtype})"
+        if self._layout.dtype == "float16":
+            reason += ": float16 ends at 65504, take bfloat16"
+        if self.options.on_error == "stop":
+            raise InvalidInputError(f"row {self.samples.rows[index]}: {reason}")
+        self._folder.lose(index, reason)
+
+    def _finish(self, n_written: int) -> Report:
+        lost = self._folder.lost()
+        rows = self.samples.rows
+        skipped = dict(
+            sorted({**self.skipped, **{int(rows[i]): reason for i, reason in lost.items()}}.items())
+        )
+        status = self._status()
+        if status == "writing":
+            there = self._layout.written()
+            there[list(lost)] = True
+            if there.all():
+                # From here on files may move.
+                status = "finishing"
+                self._write_manifest(status)
+        if status == "finishing":
+            if len(lost) == len(self.samples):
+                raise InvalidInputError(f"no sample has finite states; row {rows[0]}: {lost[0]}")
+            self._layout.finish(list(lost))
+            self._folder.write_skipped(skipped)
+            status = "complete"
+            self._write_manifest(status, len(lost))
+        lengths = self.samples.lengths
+        return Report(
+            len(self.samples) - len(lost),
+            int(lengths.sum() - lengths[list(lost)].sum()),
+            n_written,
+            skipped,
+            status == "complete",
+        )
+
+    def _write_manifest(self, status: str, n_lost: int = 0) -> None:
+        self._folder.write_manifest(
+            {
+                "status": status,
+                "n_samples": len(self.samples) - n_lost,
+                "n_skipped": len(self.skipped) + n_lost,
+                "made_with": self._made_with,
+                "provenance": self._provenance_facts,
+            }
+        )
+
+
+def _layout_kind(name: str) -> type[Layout]:
+    import importlib.util
+
+    kind = LAYOUTS.get(name)
+    if kind is None:
+        raise InvalidInputError(f"unknown layout {name!r}; known are {', '.join(LAYOUTS)}")
+    missing = [package for package in kind.needs if importlib.util.find_spec(package) is None]
+    if missing:
+        raise UnsupportedError(
+            f"the layout {name} needs {' and '.join(missing)}: pip install {' '.join(missing)}"
+        )
+    return kind
+
+
+def _columns(model: Model, options: Options, kind: type[Layout]) -> tuple[LayerId, ...]:
+    """The layers to extract, the last of the layout's own choice at the end."""
+    layer_map = model.layer_map
+    own = options.layers is None
+    ids = default_eagle3_layers(model.n_layer) if own else options.layers
+    convention = "llamatap" if own else options.convention
+    assert ids is not None
+    found = translate(ids, source=convention, n_layer=model.n_layer, final_norm=layer_map.has_norm)
+    if not found:
+        raise InvalidInputError("layers is empty; give at least one layer id")
+    last: LayerId = "norm" if kind.last_is_norm else model.n_layer
+    return (*found,) if found[-1] == last else (*found, last)
+
+
+def _longest(model: Model, options: Options) -> int:
+    """The most tokens of a sample."""
+    limits = [options.max_length, options.context.get("n_ctx"), model.n_ctx_train]
+    return min(limit for limit in (*limits, 2**31 - 1) if limit)

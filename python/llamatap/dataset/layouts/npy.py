@@ -1,0 +1,103 @@
+"""A layout to map into memory: one array a layer, the tokens of all samples one after another.
+
+``layer_{k}.npy`` [n_tokens, hidden] for each layer (``layer_norm.npy`` for norm(H_n)), in the data set's
+dtype; NumPy has no bfloat16 of its own, so that one is written as uint16: ``numpy.load(..., mmap_mode="r")``
+and ``.view(ml_dtypes.bfloat16)``. ``tokens.npy`` [n_tokens] int32, ``loss_mask.npy`` [n_tokens] bool, and
+``index.npy`` [n_samples, 3] int64: where a sample's rows begin, how many there are, and its row of the input.
+Rows that no sample of the index has are zero: their states were not finite.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamatap.cache import atomic_path
+from llamatap.dataset.layouts._layout import Layout
+from llamatap.layers import LayerId
+from llamatap.states import DTYPES
+
+__all__ = ["NpyLayout"]
+
+
+class NpyLayout(Layout):
+    """See the module."""
+
+    name = "npy"
+
+    @property
+    def _marks(self) -> Path:
+        # A byte a sample, set once it is written.
+        return self.folder / ".llamatap" / "written"
+
+    def _path(self, layer: LayerId) -> Path:
+        return self.folder / f"layer_{layer}.npy"
+
+    def _header(self) -> bytes:
+        dtype = np.dtype(np.uint16) if self.dtype == "bfloat16" else DTYPES[self.dtype]
+        shape = (self.samples.n_tokens, self.n_embd)
+        buffer = io.BytesIO()
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(buffer, header)
+        return buffer.getvalue()
+
+    def _file_bytes(self) -> int:
+        return len(self._header()) + self.samples.n_tokens * self.n_embd * self.item_bytes
+
+    def n_bytes(self) -> int:
+        return len(set(self.columns)) * self._file_bytes()
+
+    def n_bytes_there(self) -> int:
+        return sum(path.stat().st_size for path in map(self._path, set(self.columns)) if path.exists())
+
+    def open(self, indices: Iterable[int]) -> None:
+        for layer in set(self.columns):
+            path = self._path(layer)
+            if path.exists() and path.stat().st_size == self._file_bytes():
+                continue
+            # What was marked is not there.
+            self._marks.unlink(missing_ok=True)
+            with atomic_path(path) as scratch, scratch.open("wb") as file:
+                file.write(self._header())
+                file.flush()
+                # The room is taken now, or refused.
+                os.posix_fallocate(file.fileno(), 0, self._file_bytes())
+        if not self._marks.exists():
+            with atomic_path(self._marks) as scratch:
+                scratch.write_bytes(bytes(len(self.samples)))
+
+    def written(self) -> NDArray[np.bool_]:
+        try:
+            return np.frombuffer(self._marks.read_bytes(), np.uint8).astype(np.bool_)
+        except FileNotFoundError:
+            return np.zeros(len(self.samples), np.bool_)
+
+    def write(self, index: int, states: NDArray[Any]) -> None:
+        start = len(self._header()) + int(self.samples.offsets[index]) * self.n_embd * self.item_bytes
+        for column, layer in enumerate(self.columns):
+            _write_at(self._path(layer), start, np.ascontiguousarray(states[:, column]).tobytes())
+        _write_at(self._marks, index, b"\x01")
+
+    def finish(self, lost: Sequence[int]) -> None:
+        tokens = np.concatenate([sample.tokens for sample in self.samples])
+        mask = np.concatenate([sample.loss_mask for sample in self.samples])
+        kept = np.setdiff1d(np.arange(len(self.samples)), np.array(lost, np.int64))
+        columns = (self.samples.offsets[:-1], self.samples.lengths, self.samples.rows)
+        index = np.stack([column[kept] for column in columns], 1)
+        for name, array in (("tokens", tokens), ("loss_mask", mask), ("index", index)):
+            with atomic_path(self.folder / f"{name}.npy") as scratch, scratch.open("wb") as file:
+                np.save(file, array)
+
+
+def _write_at(path: Path, start: int, data: bytes) -> None:
+    with path.open("r+b", buffering=0) as file:
+        file.seek(start)
+        left = memoryview(data)
+        while left:
+            left = left[file.write(left) :]

@@ -1,0 +1,244 @@
+"""Loss masks over an assistant's turns: what is expected is written out by hand, from the templates' text."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets_of import TEMPLATE
+from tiny import TinyLlama
+
+import llamatap as lt
+from llamatap import chat
+from llamatap.dataset._turns import Turn, assistant_turns
+from llamatap.dataset.samples import Preparation, prepare
+
+ROOT = Path(__file__).resolve().parents[2]
+TEMPLATES = ROOT / "vendor" / "llama.cpp" / "models" / "templates"
+
+USER: dict[str, Any] = {"role": "user", "content": "Hi"}
+PLAIN: list[dict[str, Any]] = [
+    USER,
+    {"role": "assistant", "content": "Yo"},
+    USER,
+    {"role": "assistant", "content": " Bye.\n"},
+]
+THOUGHT: list[dict[str, Any]] = [
+    USER,
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYo"},
+    USER,
+    {"role": "assistant", "content": "<think>\nso\n</think>\n\nBye."},
+]
+CALL: dict[str, Any] = {
+    "type": "function",
+    "id": "123456789",
+    "function": {"name": "f", "arguments": {"a": "b"}},
+}
+TOOLS: list[dict[str, Any]] = [
+    USER,
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "123456789", "name": "f", "content": "c"},
+    {"role": "assistant", "content": "Done."},
+]
+
+
+def rendered(template: str, messages: list[dict[str, Any]]) -> tuple[str, list[Turn]]:
+    def render(some: Any, /, *, add_generation_prompt: bool = False, **marks: Any) -> str:
+        return chat.render(
+            template,
+            some,
+            add_generation_prompt=add_generation_prompt,
+            bos_token="",
+            eos_token="</s>",
+            **marks,
+        )
+
+    text = render(messages)
+    return text, assistant_turns(render, messages, text)
+
+
+def pieces(template: str, messages: list[dict[str, Any]]) -> list[tuple[str, str | None]]:
+    """What is said in each turn, and what ends it."""
+    text, turns = rendered(template, messages)
+    return [
+        (text[turn.start : turn.content_end], None if turn.end is None else text[turn.content_end : turn.end])
+        for turn in turns
+    ]
+
+
+def vendored(name: str) -> str:
+    path = TEMPLATES / f"{name}.jinja"
+    if not path.exists():
+        pytest.skip("the templates are not there; `make test` fetches them")
+    return path.read_text("utf-8")
+
+
+END = "<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "expected"),
+    [
+        # The last turn gets an empty thought, and blanks stay.
+        ("Qwen-Qwen3-0.6B", PLAIN, [("Yo", END), ("<think>\n\n</think>\n\n Bye.\n", END)]),
+        # Earlier thoughts are left out.
+        ("Qwen-Qwen3-0.6B", THOUGHT, [("Yo", END), ("<think>\nso\n</think>\n\nBye.", END)]),
+        # The prompt begins the thought.
+        ("Qwen3.5-4B", THOUGHT, [("Yo", END), ("so\n</think>\n\nBye.", END)]),
+        # Blanks are cut.
+        ("google-gemma-2-2b-it", PLAIN, [("Yo", "<end_of_turn>\n"), ("Bye.", "<end_of_turn>\n")]),
+        ("meta-llama-Llama-3.1-8B-Instruct", PLAIN, [("Yo", "<|eot_id|>"), ("Bye.", "<|eot_id|>")]),
+        # Turns that are not the last end otherwise.
+        (
+            "openai-gpt-oss-120b",
+            PLAIN,
+            [
+                ("<|channel|>final<|message|>Yo", None),
+                ("<|channel|>final<|message|> Bye.\n", "<|return|>"),
+            ],
+        ),
+        # Earlier thoughts are left out of all but the last turn, which shows in what came before.
+        ("LFM2.5-Instruct", THOUGHT, [("Yo", END), ("<think>\nso\n</think>\n\nBye.", END)]),
+        # What the system says is put into the last question.
+        (
+            "mistralai-Mistral-Nemo-Instruct-2407",
+            [{"role": "system", "content": "Be."}, *PLAIN],
+            [("Yo", "</s>"), (" Bye.\n", "</s>")],
+        ),
+        # The template marks what is generated itself: {% generation %}.
+        ("LFM2.5-8B-A1B", PLAIN, [(f"Yo{END}", ""), (f" Bye.\n{END}", "")]),
+        (
+            "mistralai-Mistral-Nemo-Instruct-2407",
+            TOOLS,
+            [
+                ("", '[TOOL_CALLS][{"name": "f", "arguments": {"a": "b"}, "id": "123456789"}]</s>'),
+                ("Done.", "</s>"),
+            ],
+        ),
+    ],
+)
+def test_turns(name: str, messages: list[dict[str, Any]], expected: list[tuple[str, str | None]]) -> None:
+    assert pieces(vendored(name), messages) == expected
+
+
+def test_what_an_assistant_says_unasked_is_no_answer() -> None:
+    greeting = [{"role": "system", "content": "Be."}, {"role": "assistant", "content": "Welcome"}, *PLAIN]
+    assert pieces(TEMPLATE, greeting) == [("Yo", "</s>\n"), ("Bye.", "</s>\n")]
+
+
+def test_content_in_parts() -> None:
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{{ part.text }}{% endfor %}</s>"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": parts}]
+    assert pieces(template, messages) == [("one two", "</s>")]
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "does not write what the message says"),
+        ("{% for m in messages %}{{ m.content * 2 }};{% endfor %}", "writes 2 times what"),
+        (
+            "{{ messages | length }}{% for m in messages %}{{ m.content }};{% endfor %}"
+            "{% if add_generation_prompt %}<a>{% endif %}",
+            "earlier messages otherwise",
+        ),
+        (
+            "{% for m in messages %}{{ m.content }}{{ m.content | length }};{% endfor %}",
+            "what follows its content depends on the content",
+        ),
+    ],
+)
+def test_turns_that_cannot_be_told(template: str, why: str) -> None:
+    with pytest.raises(lt.InvalidInputError, match=f"message 1: .*{why}.*give input_ids"):
+        rendered(template, PLAIN)
+
+
+def test_generation_tags() -> None:
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}$"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    text, turns = rendered(template, PLAIN)
+    assert text == "<user>Hi<assistant>Yo$<user>Hi<assistant> Bye.\n$"
+    assert [text[turn.start : turn.end] for turn in turns] == ["Yo$", " Bye.\n$"]
+
+
+def test_the_marks_are_not_what_somebody_says() -> None:
+    odd = [USER, {"role": "assistant", "content": "\ue000\ue001\ue002"}]
+    assert pieces(TEMPLATE, odd) == [("\ue000\ue001\ue002", "</s>\n")]
+
+
+def skip(row: int, error: Exception) -> None:
+    raise error
+
+
+def masked(model: lt.Model, messages: list[dict[str, Any]], **options: Any) -> list[bytes]:
+    """The bytes of each run of tokens in the mask."""
+
+    (sample,) = prepare(model, [{"messages": messages}], Preparation(4096, **options), skip).samples
+    assert (
+        sample.tokens.tolist()
+        == model.tokenize(
+            model.apply_chat_template(messages, False, template=options.get("template"))
+        ).tolist()
+    )
+    pairs = zip(sample.loss_mask.tolist(), sample.tokens.tolist(), strict=True)
+    runs = itertools.groupby(pairs, key=lambda pair: pair[0])
+    return [b"".join(model.token_bytes(token) for _, token in run) for chosen, run in runs if chosen]
+
+
+def test_tokens_of_turns(smollm2: lt.Model) -> None:
+    assert masked(smollm2, PLAIN) == [b"Yo<|im_end|>", b" Bye.\n<|im_end|>"]
+    # One token holds the end of the header and the beginning of what is said: it is not the assistant's.
+    newline = [USER, {"role": "assistant", "content": "\n\nYo"}]
+    assert masked(smollm2, newline) == [b"\nYo<|im_end|>"]
+    # Without a token that ends turns, a turn ends with what it says.
+    plain = "{% for m in messages %}{{ m.content }}\n\n{% endfor %}"
+    assert masked(smollm2, PLAIN, template=plain) == [b"Yo", b" Bye."]
+    # A special token in what is said is one; the turn goes on after it.
+    odd = [USER, {"role": "assistant", "content": "a<|im_end|>b"}]
+    assert masked(smollm2, odd) == [b"a<|im_end|>b<|im_end|>"]
+
+
+def test_a_call_that_is_written_otherwise_while_it_is_the_last(smollm2: lt.Model) -> None:
+    assert masked(smollm2, TOOLS, template=vendored("Qwen-Qwen3-0.6B")) == [
+        b'<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call><|im_end|>',
+        b"<think>\n\n</think>\n\nDone.<|im_end|>",
+    ]
+
+
+def test_blanks_of_a_vocabulary_of_bytes(tmp_path: Path) -> None:
+    with lt.Model(TinyLlama().write(tmp_path / "tiny.gguf", chat_template=TEMPLATE)) as model:
+        messages = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d e"}]
+        assert masked(model, messages) == ["c\u2581d\u2581e</s>".encode()]
+
+
+def test_prompts_that_begin_a_thought(smollm2: lt.Model) -> None:
+    # Of "<think>" and "</think>" the first character is the same, the first token is not.
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n"
+        "{% else %}<|im_start|>assistant\n</think>{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
+    )
+    first = (
+        smollm2.tokenize("<think>", add_special=False)[0],
+        smollm2.tokenize("</think>", add_special=False)[0],
+    )
+    assert first[0] != first[1]
+    assert masked(smollm2, [USER, {"role": "assistant", "content": "Yo"}], template=template) == [
+        b"</think>Yo<|im_end|>"
+    ]
+
+
+def test_the_date_of_templates(tmp_path: Path) -> None:
+    template = f"{{{{ strftime_now('%d %m %Y') }}}}{TEMPLATE}"
+    with lt.Model(TinyLlama().write(tmp_path / "tiny.gguf", chat_template=template)) as model:
+        how = Preparation(4096, date="2001-02-03")
+        (sample,) = prepare(model, [{"messages": PLAIN}], how, skip).samples
+        assert model.detokenize(sample.tokens).replace("\u2581", " ").startswith("<s>03 02 2001[user]")
