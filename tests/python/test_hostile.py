@@ -197,7 +197,15 @@ def work():
         except lt.BusyError:
             pass  # of the other thread's tries
 thread = start(work)
-other = start(lambda: [lt.extract(context, long, [-1]) for _ in range(2)])
+def more_work():
+    left = 2
+    while left:
+        try:
+            lt.extract(context, long, [-1])
+            left -= 1
+        except lt.BusyError:
+            pass  # of the main thread's looks
+other = start(more_work)
 computing()
 extracting()
 child = os.fork()
