@@ -163,13 +163,13 @@ def test_schemes_are_written_as_one_likes(tiny_path: Path) -> None:
 
 
 def test_texts_that_no_prompt_can_be(tiny_path: Path) -> None:
-    with running([tiny_options(tiny_path)], ServerOptions(max_length=10)) as server:
-        assert server.states(input="x" * 160)["shape"][0] == 10
+    with running([tiny_options(tiny_path)], ServerOptions(max_length=4500)) as server:
+        assert server.states(input="x" * 72_000, max_length=10)["shape"][0] == 10
         for path, field in (("hidden_states", "input"), ("completions", "prompt")):
             message = server.error(
-                f"/v1/{path}", 400, "invalid_request_error", model="tiny", **{field: "x" * 161}
+                f"/v1/{path}", 400, "invalid_request_error", model="tiny", **{field: "x" * 72_001}
             )
-            assert "161 characters" in message
+            assert "72001 characters" in message
 
 
 def test_tokenising_has_few_threads_and_a_limit(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

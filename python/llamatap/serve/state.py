@@ -23,6 +23,7 @@ __all__ = ["Server", "server_of"]
 
 # Of a token, on average. Longer texts are not tokenised in vain.
 _MOST_CHARACTERS = 16
+_FEWEST_CHARACTERS = 2**16
 
 
 class Server:
@@ -72,7 +73,7 @@ class Server:
 
         :raises InvalidInputError: it is empty, or longer than any that the server takes.
         """
-        most = _MOST_CHARACTERS * self.options.max_length
+        most = max(_MOST_CHARACTERS * self.options.max_length, _FEWEST_CHARACTERS)
         if isinstance(prompt, str) and len(prompt) > most:
             raise InvalidInputError(
                 f"the text has {len(prompt)} characters; this server takes prompts of "
