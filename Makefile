@@ -99,7 +99,7 @@ test-peers: $(VENV)/.installed .venv-speculators/.installed .venv-specforge/.ins
 
 test-train: .venv-train/.installed
 	.venv-train/bin/python -m pip install --no-build-isolation .
-	.venv-train/bin/python -m pytest tests/python/test_train_*.py tests/python/test_connectors.py
+	.venv-train/bin/python -m pytest tests/python/test_train_*.py tests/python/test_connectors.py tests/python/test_dataset_layouts.py
 
 # A browser and its driver, as Debian packs them.
 .PHONY: browser
