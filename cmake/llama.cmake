@@ -65,7 +65,6 @@ set(GGML_HIP_GRAPHS OFF CACHE BOOL "Replay recorded kernels; wrong now and then,
 # A second OpenMP runtime beside PyTorch's starves both; contexts attach the engine's own thread pool.
 set(GGML_OPENMP OFF CACHE BOOL "Use OpenMP instead of the engine's own thread pool")
 set(GGML_LLAMAFILE ON CACHE BOOL "Use the tinyBLAS kernels")
-set(GGML_CUDA_GRAPHS ON CACHE BOOL "Use CUDA graphs")
 set(GGML_BUILD_TESTS OFF CACHE BOOL "" FORCE)
 set(GGML_BUILD_EXAMPLES OFF CACHE BOOL "" FORCE)
 # The launcher is set once, for our sources too, in CMakeLists.txt.
