@@ -14,8 +14,20 @@ using ConstMap = std::shared_ptr<LayerMap>;
 /// (tokens, begin, end, pooling, out as bytes)
 using Job = std::tuple<Ints, int32_t, int32_t, std::string, Bytes>;
 
+/// A poll that asks a function of Python's, too. What the function raises comes out of the call.
+Poll cancellable(const Poll& signals, const std::optional<py::typing::Callable<bool()>>& cancelled) {
+  if (!cancelled) return signals;
+  return [signals, function = cancelled->ptr()] {
+    if (signals) signals();
+    const py::gil_scoped_acquire gil;
+    if (py::reinterpret_borrow<py::function>(function)().cast<bool>()) throw Cancelled();
+    return false;
+  };
+}
+
 bool run_extract(Context& context, const ConstMap& map, const std::vector<int32_t>& slots,
-                 const std::string& dtype_name, const std::vector<Job>& given) {
+                 const std::string& dtype_name, const std::vector<Job>& given,
+                 const std::optional<py::typing::Callable<bool()>>& cancelled) {
   const DType dtype = parse_dtype(dtype_name);
   std::vector<ExtractJob> jobs;
   for (const auto& [tokens, begin, end, pooling, out] : given) {
@@ -30,8 +42,8 @@ bool run_extract(Context& context, const ConstMap& map, const std::vector<int32_
     job.out = reinterpret_cast<std::byte*>(const_cast<Bytes&>(out).mutable_data());
     jobs.push_back(std::move(job));
   }
-  const Poll poll = signal_poll();
-  // `given` holds the arrays until this returns; no Python object is touched in between.
+  const Poll poll = cancellable(signal_poll(), cancelled);
+  // `given` holds the arrays until this returns; no Python object but `cancelled` is touched in between.
   const GilReleased released;
   return extract(context, map, slots, dtype, jobs, poll);
 }
@@ -118,9 +130,9 @@ void register_context(py::module_& module) {
            "Decode and capture: (array [rows, n_slots, n_embd], int32 token ids of the rows). `way` is "
            "callback, hooks, or automatic: the faster one.")
       .def("extract", &run_extract, py::arg("map"), py::arg("slots"), py::arg("dtype"),
-           py::arg("jobs").noconvert(),
+           py::arg("jobs").noconvert(), py::arg("cancelled") = std::nullopt,
            "Capture without logits: jobs are (tokens, begin, end, pooling, out as bytes), a sequence each. "
-           "Returns "
+           "`cancelled` is asked about every 50 ms; when it says so, CancelledError is raised. Returns "
            "whether all values of the last wanted layer are finite.")
       .def(
           "logits",

@@ -53,6 +53,11 @@ struct EngineFailed : Error {
   explicit EngineFailed(const std::string& message) : Error("EngineError", message) {}
 };
 
+/// The function that the caller gave said that nobody wants the result.
+struct Cancelled : Error {
+  Cancelled() : Error("CancelledError", "cancelled while the engine was at work; nothing of it is kept") {}
+};
+
 /// The caller's poll asked for an end; the caller knows why.
 struct Interrupted : std::exception {
   const char* what() const noexcept override { return "interrupted"; }

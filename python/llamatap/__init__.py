@@ -16,6 +16,7 @@ from llamatap.drafters import (
 )
 from llamatap.errors import (
     BusyError,
+    CancelledError,
     ClosedError,
     ContextFullError,
     EngineError,
@@ -52,6 +53,7 @@ __all__ = [
     "Batch",
     "BusyError",
     "CallableDrafter",
+    "CancelledError",
     "ClosedError",
     "Context",
     "ContextFullError",

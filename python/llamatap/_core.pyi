@@ -270,9 +270,10 @@ class Context:
         jobs: list[
             tuple[numpy.typing.NDArray[numpy.int32], int, int, str, numpy.typing.NDArray[numpy.uint8]]
         ],
+        cancelled: collections.abc.Callable[[], bool] | None = None,
     ) -> bool:
         """
-        Capture without logits: jobs are (tokens, begin, end, pooling, out as bytes), a sequence each. Returns whether all values of the last wanted layer are finite.
+        Capture without logits: jobs are (tokens, begin, end, pooling, out as bytes), a sequence each. `cancelled` is asked about every 50 ms; when it says so, CancelledError is raised. Returns whether all values of the last wanted layer are finite.
         """
     def logits(
         self, row: typing.SupportsInt | typing.SupportsIndex

@@ -257,10 +257,16 @@ class Loop:
             sequence.n_rows = 0 if sequence.feeding else 1 + len(sequence.draft.tokens)
         n_batch = self.context.n_batch
         left = max(n_batch - sum(one.n_rows for one in self.live), min(self.context.n_ubatch, n_batch))
-        for sequence in self.live:
-            if sequence.feeding:
-                sequence.n_rows = min(len(sequence.prompt) - sequence.fed, left)
-                left -= sequence.n_rows
+        feeding = [one for one in self.live if one.feeding]
+        for sequence in feeding[:1]:
+            # Half at least is of the one that came first, so that it ends, too.
+            sequence.n_rows = min(len(sequence.prompt) - sequence.fed, -(-left // 2))
+            left -= sequence.n_rows
+        # Those of which little is left need not wait for a long one.
+        for sequence in sorted(feeding, key=lambda one: len(one.prompt) - one.fed):
+            n_more = min(len(sequence.prompt) - sequence.fed - sequence.n_rows, left)
+            sequence.n_rows += n_more
+            left -= n_more
 
     def _pass(self, sequences: Sequence[Prompt]) -> None:
         """One decode of the target, and what follows from it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "BusyError",
+    "CancelledError",
     "ClosedError",
     "ContextFullError",
     "EngineError",
@@ -46,6 +47,10 @@ class ContextFullError(Error, MemoryError):
 
 class BusyError(Error, RuntimeError):
     """Another thread is using this context."""
+
+
+class CancelledError(Error, RuntimeError):
+    """The function that was given as `cancelled` said that the result is no longer wanted."""
 
 
 class ClosedError(Error, ValueError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -19,7 +19,14 @@ from llamatap._native import _core, flush_log
 from llamatap._packing import most_sequences, packs
 from llamatap._prompts import Input, Window, bounds, is_single, out_array, prompt_tokens
 from llamatap.context import Context, ContextOptions
-from llamatap.errors import BusyError, ClosedError, ContextFullError, InvalidInputError, UnsupportedError
+from llamatap.errors import (
+    BusyError,
+    CancelledError,
+    ClosedError,
+    ContextFullError,
+    InvalidInputError,
+    UnsupportedError,
+)
 from llamatap.layers import LayerId
 from llamatap.model import Model
 from llamatap.states import States, dtype_name, typed_view
@@ -55,7 +62,11 @@ class _Run:
         window: Window | Sequence[Window | None] | None,
         pool: Pooling | None,
         out: NDArray[Any] | Sequence[NDArray[Any]] | None,
+        cancelled: Callable[[], bool] | None,
     ) -> None:
+        if cancelled is not None and not callable(cancelled):
+            raise InvalidInputError(f"cancelled must be a function, not {type(cancelled).__name__}")
+        self.cancelled = cancelled
         if model.n_layer == 0:
             model.layer_map  # noqa: B018  without weights there are no blocks either: raises
         self.n_layer = model.n_layer
@@ -128,6 +139,8 @@ class _Run:
     def _capture(self, context: Context, jobs: Sequence[_Job]) -> bool:
         """Compute prompts in one batch. Whether all that came of it is finite."""
         assert self.dtype is not None
+        if self.cancelled is not None and self.cancelled():
+            raise CancelledError("cancelled before the engine was asked")
         return context.native.extract(
             context.model.layer_map,
             self.slots,
@@ -136,6 +149,7 @@ class _Run:
                 (job.tokens, job.begin, job.end, self.pool or "none", job.out.reshape(-1).view(np.uint8))
                 for job in jobs
             ],
+            self.cancelled,
         )
 
     def _states(self, context: Context, job: _Job) -> States:
@@ -261,6 +275,7 @@ class Extractor(Closing):
         window: Window | None = ...,
         pool: Pooling | None = ...,
         out: NDArray[Any] | None = ...,
+        cancelled: Callable[[], bool] | None = ...,
     ) -> States: ...
 
     @overload
@@ -274,6 +289,7 @@ class Extractor(Closing):
         window: Window | Sequence[Window | None] | None = ...,
         pool: Pooling | None = ...,
         out: Sequence[NDArray[Any]] | None = ...,
+        cancelled: Callable[[], bool] | None = ...,
     ) -> list[States]: ...
 
     def __call__(
@@ -286,10 +302,11 @@ class Extractor(Closing):
         window: Window | Sequence[Window | None] | None = None,
         pool: Pooling | None = None,
         out: NDArray[Any] | Sequence[NDArray[Any]] | None = None,
+        cancelled: Callable[[], bool] | None = None,
     ) -> States | list[States]:
         """See :func:`llamatap.extract`."""
         try:
-            run = _Run(self.model, inputs, layers, dtype, max_length, window, pool, out)
+            run = _Run(self.model, inputs, layers, dtype, max_length, window, pool, out, cancelled)
         except ReferenceError:
             raise ClosedError("the model that this extractor belongs to is gone") from None
         return self._extract(run)
@@ -335,6 +352,7 @@ def extract(  # type: ignore[overload-overlap]  # a str is a sequence of str, to
     window: Window | None = ...,
     pool: Pooling | None = ...,
     out: NDArray[Any] | None = ...,
+    cancelled: Callable[[], bool] | None = ...,
 ) -> States: ...
 
 
@@ -349,6 +367,7 @@ def extract(
     window: Window | Sequence[Window | None] | None = ...,
     pool: Pooling | None = ...,
     out: Sequence[NDArray[Any]] | None = ...,
+    cancelled: Callable[[], bool] | None = ...,
 ) -> list[States]: ...
 
 
@@ -362,6 +381,7 @@ def extract(
     window: Window | Sequence[Window | None] | None = None,
     pool: Pooling | None = None,
     out: NDArray[Any] | Sequence[NDArray[Any]] | None = None,
+    cancelled: Callable[[], bool] | None = None,
 ) -> States | list[States]:
     """The hidden states of prompts at the layers asked for.
 
@@ -381,6 +401,9 @@ def extract(
         never normalised.
     :param out: a C-contiguous array (or memmap) to write into, ``(n_tokens, n_layers, n_embd)``, or
         ``(n_layers, n_embd)`` with ``pool``; a list of them for a list of inputs.
+    :param cancelled: is asked before each batch and about every 50 ms while the engine works, from the
+        calling thread; once it says True the work ends, on a GPU with the pass of ``n_ubatch`` tokens that
+        is under way. ``threading.Event().is_set`` is one.
     :returns: :class:`llamatap.States`, or a list of them, in the order of the inputs.
     :raises InvalidInputError: an argument is wrong; nothing was computed.
     :raises ContextFullError: a prompt is too long; with both numbers.
@@ -388,6 +411,8 @@ def extract(
         encoder of its own (encoder-decoders, drafters), or ``"norm"`` is asked of one that has none.
     :raises BusyError: another thread uses the context.
     :raises ClosedError: the model or the context was closed.
+    :raises CancelledError: ``cancelled`` said so. What ``out`` holds then is of no use; the context is as it
+        was before.
 
     Nothing after the last wanted layer is computed, the output head included. Many short prompts share
     batches. Runs without the GIL; Ctrl-C ends it.
@@ -395,7 +420,7 @@ def extract(
     if not isinstance(model_or_context, (Model, Context)):
         raise InvalidInputError(f"expected a Model or a Context, found {type(model_or_context).__name__}")
     model = model_or_context if isinstance(model_or_context, Model) else model_or_context.model
-    run = _Run(model, inputs, layers, dtype, max_length, window, pool, out)
+    run = _Run(model, inputs, layers, dtype, max_length, window, pool, out, cancelled)
     if isinstance(model_or_context, Model):
         return model.extractor._extract(run)
     longest = max(len(job.tokens) for job in run.jobs)

@@ -256,7 +256,7 @@ def test_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         load_preset("noend")
     for missing in ("nowhere.toml", "no/where", Path("z-image")):
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(lt.InvalidInputError, match=f"no preset file {missing}; built in are z-image"):
             load_preset(missing)
     with pytest.raises(lt.InvalidInputError, match="not int"):
         load_preset(5)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -303,6 +304,94 @@ def test_a_thread_that_fails_tells_all_and_goes_on(single: Running, monkeypatch:
         assert [one.result().status_code for one in asked] == [500, 500, 500]
     assert single.states(input="a") == expected
     assert single.post("/v1/completions", model="tiny", prompt="a", max_tokens=2)["choices"]
+
+
+class Watched:
+    """Extraction that begins when it was told to, or when nobody wants it any more."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
+        #: What came of each batch.
+        self.ends: list[str] = []
+        extract = lt.Extractor.__call__
+
+        def watched(extractor: lt.Extractor, *inputs: Any, cancelled: Any, **options: Any) -> Any:
+            self.begun.set()
+            deadline = time.monotonic() + 20
+            while not (self.go_on.is_set() or cancelled()):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            try:
+                found = extract(extractor, *inputs, cancelled=cancelled, **options)
+            except lt.CancelledError:
+                self.ends.append("cancelled")
+                raise
+            self.ends.append("whole")
+            return found
+
+        monkeypatch.setattr(lt.Extractor, "__call__", watched)
+
+
+def test_a_client_that_leaves_ends_the_pass_that_is_for_it_alone(
+    single: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = single.states(input="a")
+    watched = Watched(monkeypatch)
+
+    async def leave() -> None:
+        async with httpx.AsyncClient(base_url=single.url) as client:
+            body = {"model": "tiny", "input": ["a", "b"]}
+            task = asyncio.create_task(client.post("/v1/hidden_states", json=body))
+            while not watched.begun.is_set():
+                await asyncio.sleep(0.01)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(leave())
+    deadline = time.monotonic() + 20
+    while not watched.ends:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert watched.ends == ["cancelled"]
+    watched.go_on.set()
+    assert single.states(input="a") == expected
+    assert watched.ends == ["cancelled", "whole"]
+
+
+def test_a_client_that_leaves_takes_nothing_from_others_of_its_batch(
+    single: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = single.states(input="b")
+    watched = Watched(monkeypatch)
+
+    async def ask() -> Any:
+        async with httpx.AsyncClient(base_url=single.url, timeout=30) as client:
+
+            def post(text: str) -> asyncio.Task[httpx.Response]:
+                return asyncio.create_task(
+                    client.post("/v1/hidden_states", json={"model": "tiny", "input": text})
+                )
+
+            first = post("x")
+            while not watched.begun.is_set():
+                await asyncio.sleep(0.01)
+            # While that one is under way both wait, for one batch.
+            leaving, staying = post("a"), post("b")
+            while single.worker.waiting < 2:
+                await asyncio.sleep(0.01)
+            watched.begun.clear()
+            watched.go_on.set()
+            await first
+            watched.go_on.clear()
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+            await asyncio.sleep(0.2)
+            watched.go_on.set()
+            return (await staying).json()
+
+    assert asyncio.run(ask()) == expected
+    assert set(watched.ends) == {"whole"}
 
 
 def test_an_extraction_that_fails_leaves_others_alone(

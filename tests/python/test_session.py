@@ -148,6 +148,33 @@ def test_texts_go_on_while_a_long_prompt_enters(world: World) -> None:
         assert all(indices == [short] for indices in rounds[:at])
 
 
+def test_a_short_prompt_enters_beside_a_long_one_and_neither_waits_for_ever(world: World) -> None:
+    with world.model.context(n_seq_max=3, **CUT) as context, lt.Session(context) as session:
+        long = session.add([7] * 300, max_tokens=1)
+        short = session.add([5] * 9, max_tokens=1)
+        assert [event.index for event in session.step()] == [short]
+        n_rounds = 1
+        ended: list[int] = []
+        while long not in ended:
+            while session.pending < 3:
+                session.add([5] * 31, max_tokens=1)
+            ended += [event.index for event in session.step()]
+            n_rounds += 1
+        # In pieces of 16 of 32, but for 23 of the first round.
+        assert 10 < n_rounds <= 1 + -(-277 // 16)
+        assert len(ended) > 5
+
+
+def test_prompts_of_a_length_end_as_they_came(world: World) -> None:
+    with world.model.context(n_seq_max=3, **CUT) as context, lt.Session(context) as session:
+        for _ in range(3):
+            session.add([7] * 64, max_tokens=1)
+        rounds = []
+        while session.pending:
+            rounds.append([event.index for event in session.step()])
+    assert rounds == [[], [0], [], [1], [], [2]]
+
+
 def test_penalties_see_the_prompt(tmp_path: Path) -> None:
     """All of it, unless it is said how much. After 12 the logit of 13 is 8, of all others 0."""
     path = rigged.write_rigged_model(tmp_path / "rigged.gguf", cycle())
@@ -251,8 +278,9 @@ def test_one_under_way_is_cancelled(kind: str, world: World) -> None:
         with lt.Session(context, drafter_of(kind, world, context)) as session:
             for at in (0, 2, 11):
                 session.add(world.prompts[at], **world.options[at])
-            while len(events := session.step()) < 3:
-                pass
+            events: list[lt.Event] = []
+            while not (of(events, 1) and of(events, 2)):
+                events += session.step()
             session.cancel(1)
             rounds = session.step()
             (*_, last) = of(rounds, 1)
@@ -267,7 +295,7 @@ def test_one_under_way_is_cancelled(kind: str, world: World) -> None:
             assert expected is not None
             assert relative(last.final.states.array, expected.array[:n]) < 1e-5
             # An event's own way is the same.
-            (event,) = of(events, 2)
+            event = of(events, 2)[0]
             event.cancel()
             rounds += session.step()
             (*_, last) = of(rounds, 2)

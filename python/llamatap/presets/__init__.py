@@ -227,8 +227,8 @@ def load_preset(preset: str | os.PathLike[str]) -> Preset:
 
     :param preset: a name of :func:`preset_names`, or the path of a TOML file: a ``Path``, or a text that
         ends in ``.toml`` or has a folder in it.
-    :raises InvalidInputError: there is no preset of that name, or the file is no preset; with the key and
-        what is expected of it.
+    :raises InvalidInputError: there is no preset of that name, or no such file, or the file is no preset; with
+        the key and what is expected of it.
     :raises OSError: the file cannot be read.
     """
     if not isinstance(preset, (str, os.PathLike)):
@@ -241,7 +241,12 @@ def load_preset(preset: str | os.PathLike[str]) -> Preset:
             )
         where, data = preset, (resources.files(__name__) / f"{preset}.toml").read_bytes()
     else:
-        where, data = str(path), path.read_bytes()
+        try:
+            where, data = str(path), path.read_bytes()
+        except FileNotFoundError:
+            raise InvalidInputError(
+                f"there is no preset file {path}; built in are {', '.join(preset_names())}"
+            ) from None
     try:
         return Preset(**_file.read(data))
     except InvalidInputError as error:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from llamatap._native import flush_log
 from llamatap.context import Context, ContextOptions
-from llamatap.errors import EngineError, NotFiniteError
+from llamatap.errors import CancelledError, EngineError, NotFiniteError
 from llamatap.extract import Extractor
 from llamatap.generate import GenerateOptions
 from llamatap.generation import Event
@@ -70,6 +70,8 @@ class Extraction:
     pooling: Pooling | None = None
     window: tuple[int | None, int | None] | None = None
     result: Future[States] = field(default_factory=Future)
+    #: Set when nobody waits for the result any more, also while it is being computed.
+    gone: threading.Event = field(default_factory=threading.Event)
 
     def shares_with(self, layers: frozenset[LayerId]) -> bool:
         """Whether a batch of these layers costs it little more memory than its own."""
@@ -205,7 +207,8 @@ class ModelWorker:
             )
 
     async def extract(self, jobs: Sequence[Extraction]) -> list[States]:
-        """The states of prompts; cancelled, those that were not begun are not computed.
+        """The states of prompts; cancelled, those that were not begun are not computed, and a batch in which
+        nobody else has a prompt ends.
 
         :raises ApiError: too many are waiting, or the server is being closed.
         :raises Error: as of :func:`llamatap.extract`.
@@ -219,6 +222,7 @@ class ModelWorker:
             return await asyncio.gather(*futures)
         except BaseException:
             for job in jobs:
+                job.gone.set()
                 job.result.cancel()
             raise
 
@@ -342,6 +346,9 @@ class ModelWorker:
         self.metrics.batch.labels(self.name).observe(len(jobs))
         try:
             found = self._states(jobs)
+        except CancelledError as error:
+            for job in jobs:
+                job.result.set_exception(error)
         except Exception:
             # One of them fails: the others need not.
             for job in jobs:
@@ -372,6 +379,7 @@ class ModelWorker:
                 dtype=jobs[0].dtype,
                 window=[job.window for job in jobs],
                 pool=jobs[0].pooling,
+                cancelled=lambda: all(job.gone.is_set() for job in jobs),
             )
         except EngineError:
             # Its context may be of no more use; the next prompt gets another.
