@@ -227,7 +227,7 @@ def load_preset(preset: str | os.PathLike[str]) -> Preset:
 
     :param preset: a name of :func:`preset_names`, or the path of a TOML file: a ``Path``, or a text that
         ends in ``.toml`` or has a folder in it.
-    :raises InvalidInputError: there is no preset of that name, or no such file, or the file is no preset; with
+    :raises InvalidInputError: there is no preset of that name, no such file, or the file is no preset; with
         the key and what is expected of it.
     :raises OSError: the file cannot be read.
     """
