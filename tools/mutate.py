@@ -397,6 +397,34 @@ MUTATIONS = [
         "if False:",
         "tests/python/test_serve_concurrency.py -k together",
     ),
+    Mutation(
+        "a long prompt takes the whole round",
+        "python/llamatap/_loop.py",
+        "-(-left // 2)",
+        "left",
+        "tests/python/test_session.py -k long",
+    ),
+    Mutation(
+        "extraction cannot be cancelled while the engine works",
+        "python/llamatap/extract.py",
+        "            ],\n            self.cancelled,\n",
+        "            ],\n            None,\n",
+        "tests/python/test_extract_cancel.py",
+    ),
+    Mutation(
+        "passes whose client is gone go on",
+        "python/llamatap/serve/worker.py",
+        "                job.gone.set()\n                job.result",
+        "                job.result",
+        "tests/python/test_serve_concurrency.py -k leaves",
+    ),
+    Mutation(
+        "a client that leaves ends the pass for all",
+        "python/llamatap/serve/worker.py",
+        "all(job.gone.is_set() for job in jobs)",
+        "any(job.gone.is_set() for job in jobs)",
+        "tests/python/test_serve_concurrency.py -k leaves",
+    ),
 ]
 
 

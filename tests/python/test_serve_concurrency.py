@@ -307,11 +307,11 @@ def test_a_thread_that_fails_tells_all_and_goes_on(single: Running, monkeypatch:
 
 
 class Watched:
-    """Extraction that begins when it was told to, or when nobody wants it any more."""
+    """Extraction whose batches each begin when they are told to, or when nobody wants them any more."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun = threading.Event()
-        self.go_on = threading.Event()
+        self.go_on = threading.Semaphore(0)
         #: What came of each batch.
         self.ends: list[str] = []
         extract = lt.Extractor.__call__
@@ -319,9 +319,8 @@ class Watched:
         def watched(extractor: lt.Extractor, *inputs: Any, cancelled: Any, **options: Any) -> Any:
             self.begun.set()
             deadline = time.monotonic() + 20
-            while not (self.go_on.is_set() or cancelled()):
+            while not (self.go_on.acquire(timeout=0.01) or cancelled()):
                 assert time.monotonic() < deadline
-                time.sleep(0.01)
             try:
                 found = extract(extractor, *inputs, cancelled=cancelled, **options)
             except lt.CancelledError:
@@ -354,7 +353,7 @@ def test_a_client_that_leaves_ends_the_pass_that_is_for_it_alone(
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert watched.ends == ["cancelled"]
-    watched.go_on.set()
+    watched.go_on.release()
     assert single.states(input="a") == expected
     assert watched.ends == ["cancelled", "whole"]
 
@@ -381,17 +380,18 @@ def test_a_client_that_leaves_takes_nothing_from_others_of_its_batch(
             while single.worker.waiting < 2:
                 await asyncio.sleep(0.01)
             watched.begun.clear()
-            watched.go_on.set()
+            watched.go_on.release()
             await first
-            watched.go_on.clear()
+            while not watched.begun.is_set():
+                await asyncio.sleep(0.01)
             leaving.cancel()
             await asyncio.gather(leaving, return_exceptions=True)
-            await asyncio.sleep(0.2)
-            watched.go_on.set()
+            await asyncio.sleep(0.3)
+            watched.go_on.release()
             return (await staying).json()
 
     assert asyncio.run(ask()) == expected
-    assert set(watched.ends) == {"whole"}
+    assert watched.ends == ["whole", "whole"]
 
 
 def test_an_extraction_that_fails_leaves_others_alone(
