@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from numpy.typing import NDArray
-
 from llamatap._check import integer
 from llamatap.dataset import Job, Options, Report
 from llamatap.dataset._job import Progress
@@ -119,9 +117,10 @@ def write(
 
 def _ray() -> Any:
     try:
-        import ray.data
+        import ray
+        import ray.util
     except ImportError:
-        raise UnsupportedError('Ray Data is needed for this: pip install "llamatap[ray]"') from None
+        raise UnsupportedError('Ray is needed for this: pip install "llamatap[ray]"') from None
     return ray
 
 
@@ -157,56 +156,53 @@ class _RayJob(Job):
     def _compute(self, work: Work, wrote: Callable[[Sequence[int]], None]) -> None:
         ray = _ray()
         missing = [batch for batch in work.batches if not work.done[list(batch)].all()]
-        if not missing:
-            return
         size = min(_PART, max(1, len(missing) // (_TASKS * self._concurrency)))
         parts = [missing[start : start + size] for start in range(0, len(missing), size)]
-        # One block a part: a task of Ray Data is what is done for a block.
-        answers = ray.data.range(len(parts), override_num_blocks=len(parts)).map_batches(
-            _Worker,
-            batch_size=None,
-            compute=ray.data.ActorPoolStrategy(size=self._concurrency),
-            fn_constructor_args=(
-                self._loading,
-                ray.put(replace(work, batches=())),
-                ray.put(parts),
-                self._facts,
-            ),
-            max_restarts=-1,
-            max_task_retries=self._retries,
-            **self._resources,
-        )
-        with _ray_errors():
-            for answer in answers.iter_rows():
-                wrote(_received(answer["answer"]))
+        kind = ray.remote(max_restarts=-1, max_task_retries=self._retries, **self._resources)(_Worker)
+        # The batches go to the workers by and by.
+        shared = ray.put(replace(work, batches=()))
+        workers = [
+            kind.remote(self._loading, [shared], self._facts)
+            for _ in range(min(self._concurrency, len(parts)))
+        ]
+        try:
+            with _ray_errors():
+                pool = ray.util.ActorPool(workers)
+                for answer in pool.map_unordered(lambda worker, part: worker.compute.remote(part), parts):
+                    wrote(_received(answer))
+        finally:
+            # None of them writes any more once this returns or raises.
+            for worker in workers:
+                ray.kill(worker)
         # What workers left half written that died.
         self._layout.open(range(len(self.samples)))
 
 
 class _Worker:
-    """What each of the workers does."""
+    """What each of the workers does: holds the model, and computes what it is given."""
 
-    def __init__(self, loading: _Loading, work: Any, parts: Any, facts: Mapping[str, Any]) -> None:
+    def __init__(self, loading: _Loading, shared: Sequence[Any], facts: Mapping[str, Any]) -> None:
         self._loading = loading
-        self._references = work, parts
+        # In a list, Ray leaves it for us to get: as an argument itself it may be gone at a restart.
+        self._shared = shared
         self._facts = facts
-        self._ready: tuple[Work, list[list[list[int]]], Extractor] | None = None
+        self._ready: tuple[Work, Extractor] | None = None
 
-    def __call__(self, batch: dict[str, NDArray[Any]]) -> Iterator[dict[str, Any]]:
-        for number in batch["id"].tolist():
-            yield {"answer": [_answer(self._compute, number)]}
+    def compute(self, part: Sequence[Sequence[int]]) -> bytes:
+        """Compute and write batches: the samples that were written, or an error, for :func:`_received`."""
+        return _answer(self._compute, part)
 
-    def _compute(self, number: int) -> list[int]:
+    def _compute(self, part: Sequence[Sequence[int]]) -> list[int]:
         if self._ready is None:
             # Not in __init__: what that raises comes to the caller as text.
             self._ready = self._begin()
-        work, parts, extractor = self._ready
+        work, extractor = self._ready
         written: list[int] = []
-        work.compute(extractor, parts[number], written.extend)
+        work.compute(extractor, part, written.extend)
         return written
 
-    def _begin(self) -> tuple[Work, list[list[list[int]]], Extractor]:
-        work, parts = _ray().get(list(self._references))
+    def _begin(self) -> tuple[Work, Extractor]:
+        work: Work = _ray().get(self._shared[0])
         model = self._loading.load()
         here = provenance(model, work.options, work.layout.columns, work.layout.dtype)
         differs = [
@@ -219,7 +215,7 @@ class _Worker:
                 f"the worker on {socket.gethostname()} would compute other states: {'; '.join(differs)}. "
                 "Give all machines the same model file, llamatap and kind of GPU"
             )
-        return work, parts, Extractor(model, **work.extraction)
+        return work, Extractor(model, **work.extraction)
 
 
 def _provenance_there(loading: _Loading, options: Options, columns: Sequence[LayerId], dtype: str) -> bytes:
@@ -256,12 +252,11 @@ def _received(answer: bytes) -> Any:
 @contextlib.contextmanager
 def _ray_errors() -> Iterator[None]:
     """Turns Ray's own failures into an error of this package."""
-    from ray.data.exceptions import ExecutionTimeoutError, SystemException
     from ray.exceptions import RayError
 
     try:
         yield
-    except (RayError, SystemException, ExecutionTimeoutError) as error:
+    except RayError as error:
         raise EngineError(
             f"a worker of Ray died, or Ray failed; what was written stays, and resume goes on: {error}"
         ) from error
