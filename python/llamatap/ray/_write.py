@@ -183,7 +183,7 @@ class _Worker:
 
     def __init__(self, loading: _Loading, shared: Sequence[Any], facts: Mapping[str, Any]) -> None:
         self._loading = loading
-        # In a list, Ray leaves it for us to get: as an argument itself it may be gone at a restart.
+        # A reference in a list, which Ray hands on as it is; the caller keeps what it is of.
         self._shared = shared
         self._facts = facts
         self._ready: tuple[Work, Extractor] | None = None
