@@ -1,6 +1,7 @@
 # make demo    shows what the project does, on a fresh machine
 # make test    runs the tests, on a fresh machine
 # make test-peers  tests with libraries that want environments of their own: speculators, SpecForge
+# make test-ray  data sets by workers of Ray (installs Ray)
 # make test-page  runs the tests of the server's page in a browser
 # make lint    ruff, mypy, clang-format, stubs
 # make bench   measures; prints ratios, writes bench/results/
@@ -26,7 +27,7 @@ export LLAMATAP_CACHE ?= $(abspath $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamat
 export CCACHE_BASEDIR ?= /
 export CCACHE_NOHASHDIR ?= true
 
-.PHONY: demo test test-peers test-page architectures lint format stubs bench bench-drafting bench-server dev package golden fidelity bench-transformers neighbours debug sanitize clean
+.PHONY: demo test test-peers test-ray test-page architectures lint format stubs bench bench-drafting bench-server dev package golden fidelity bench-transformers neighbours debug sanitize clean
 
 # Debian keeps venv and the headers in packages of their own.
 define HAVE_PYTHON
@@ -99,7 +100,17 @@ test-peers: $(VENV)/.installed .venv-speculators/.installed .venv-specforge/.ins
 
 test-train: .venv-train/.installed
 	.venv-train/bin/python -m pip install --no-build-isolation .
-	.venv-train/bin/python -m pytest tests/python/test_train_*.py tests/python/test_connectors.py tests/python/test_dataset_layouts.py
+	.venv-train/bin/python -m pytest tests/python/test_train_*.py tests/python/test_connectors.py tests/python/test_dataset_layouts.py tests/python/test_dataset_saved.py
+
+# Workers of Ray, two of them on this machine.
+.venv-ray/.installed: | python
+	$(call TEST_VENV,.venv-ray)
+	.venv-ray/bin/python -m pip install --quiet "ray[data]==2.60.0" "pyarrow>=14"
+	touch $@
+
+test-ray: .venv-ray/.installed
+	.venv-ray/bin/python -m pip install --no-build-isolation .
+	.venv-ray/bin/python -m pytest tests/python/test_ray.py
 
 # A browser and its driver, as Debian packs them.
 .PHONY: browser

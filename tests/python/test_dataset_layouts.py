@@ -154,7 +154,7 @@ def test_parquet_and_folders(tmp_path: Path) -> None:
         list(dataset.read_rows(saved))
     (tmp_path / "splits").mkdir()
     (tmp_path / "splits" / "dataset_dict.json").write_text("{}")
-    with pytest.raises(lt.InvalidInputError, match="several splits"):
+    with pytest.raises(lt.InvalidInputError, match="holds splits"):
         dataset.read_rows(tmp_path / "splits")
 
 

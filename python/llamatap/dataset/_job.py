@@ -12,26 +12,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llamatap._check import instance
-from llamatap._packing import most_sequences, packs
 from llamatap.dataset._folder import Folder
-from llamatap.dataset._writer import Writer
+from llamatap.dataset._work import (
+    Work,
+    batches,
+    chosen_layers,
+    extraction,
+    preparation,
+    provenance,
+)
 from llamatap.dataset.layouts import LAYOUTS, Layout
 from llamatap.dataset.options import Options
 from llamatap.dataset.rows import Row, read_rows
-from llamatap.dataset.samples import Preparation, Samples, prepare
+from llamatap.dataset.samples import Samples, prepare
 from llamatap.errors import Error, InvalidInputError, UnsupportedError
 from llamatap.extract import Extractor
-from llamatap.layers import LayerId, default_eagle3_layers, translate
+from llamatap.layers import LayerId
 from llamatap.model import Model
-from llamatap.states import States, dtype_name
+from llamatap.states import dtype_name
 
-__all__ = ["Job", "Report", "batches", "compute"]
-
-# Samples that are packed into batches together: batches stay near the order of the input.
-_WINDOW = 512
+__all__ = ["Job", "Progress", "Report"]
 
 #: Called with tokens that are there and tokens that there will be.
 Progress = Callable[[int, int], object]
@@ -53,51 +55,6 @@ class Report:
     n_written: int
     skipped: Mapping[int, str]
     complete: bool
-
-
-def batches(lengths: Sequence[int], room: int, most: int) -> list[list[int]]:
-    """Which samples are computed together: the same whoever computes them, for the rounding depends on it.
-
-    :param lengths: tokens of each sample.
-    :param room: the most tokens of a batch; a longer sample is one by itself.
-    :param most: the most samples of a batch.
-    """
-    found: list[list[int]] = []
-    for start in range(0, len(lengths), _WINDOW):
-        part = packs(lengths[start : start + _WINDOW], room, most)
-        found += sorted(sorted(start + index for index in pack) for pack in part)
-    return found
-
-
-def compute(
-    extractor: Extractor,
-    layout: Layout,
-    work: Iterable[Sequence[int]],
-    done: NDArray[np.bool_],
-    write: Callable[[int, States], None],
-    wrote: Callable[[Sequence[int]], None],
-    queue: int,
-) -> None:
-    """Compute batches of samples and write those that are not there.
-
-    This is all that a worker does: what it needs besides is in the arguments.
-
-    :param work: the batches, lists of numbers of samples.
-    :param done: which samples are there: bool ``(n_samples,)``.
-    :param write: writes one sample's states.
-    :param wrote: called after each batch with the samples that were written.
-    :param queue: the most batches that are computed and not written.
-    """
-    with Writer(write, wrote, queue) as writer:
-        for batch in work:
-            missing = [index for index in batch if not done[index]]
-            if not missing:
-                continue
-            writer.reserve()
-            # All of them, for states depend in their rounding on what is computed with them.
-            tokens = [layout.samples[index].tokens for index in batch]
-            states = dict(zip(batch, extractor(tokens, layout.columns, dtype=layout.dtype), strict=True))
-            writer.put([(index, states[index]) for index in missing])
 
 
 class Job:
@@ -138,20 +95,12 @@ class Job:
             raise InvalidInputError(f"{folder} holds a data set already; resume it, or give another folder")
         today = datetime.date.today().isoformat()
         date = options.date or (manifest or {}).get("made_with", {}).get("date") or today
-        limit = _longest(model, options)
-        how = Preparation(
-            limit,
-            options.min_tokens,
-            options.min_loss_tokens,
-            options.template,
-            options.template_variables,
-            date,
-        )
-        provenance = self._provenance(dtype)
+        how = preparation(model, options, date)
+        facts = self._provenance(dtype)
         self._made_with: dict[str, Any] = {
             "layout": options.layout,
-            **{key: value for key, value in provenance.items() if key not in ("model", "convention", "norm")},
-            "max_length": limit,
+            **{key: value for key, value in facts.items() if key not in ("model", "convention", "norm")},
+            "max_length": how.max_length,
             "min_tokens": options.min_tokens,
             "min_loss_tokens": options.min_loss_tokens,
             "template": options.template,
@@ -172,8 +121,8 @@ class Job:
             raise InvalidInputError(f"none of the {self.n_rows} rows can be used; row {row}: {reason}")
         self._made_with["samples_sha256"] = self.samples.sha256()
         self._check_same(manifest)
-        self._layout = kind(self._folder.path, self.samples, self.columns, dtype, model.n_embd, provenance)
-        self._provenance_facts = provenance
+        self._layout = kind(self._folder.path, self.samples, self.columns, dtype, model.n_embd, facts)
+        self._facts = facts
         self.n_bytes = self._layout.n_bytes()
         self._check_room()
 
@@ -184,9 +133,7 @@ class Job:
 
     def _provenance(self, dtype: str) -> dict[str, Any]:
         """What the states' own provenance tells, whatever the sample."""
-        with Extractor(self.model, **dict(self.options.context)) as extractor:
-            found = extractor([0], self.columns, dtype=dtype).provenance
-        return {key: value for key, value in found.items() if key != "window" and value is not None}
+        return provenance(self.model, self.options, self.columns, dtype)
 
     @property
     def free_bytes(self) -> int:
@@ -245,36 +192,30 @@ class Job:
                 self._check_same(manifest)
                 writing = self._status() == "writing"
                 if writing:
-                    extraction, work = self._work()
-                    self._layout.open(index for batch in work for index in batch)
+                    work = self._work()
+                    self._layout.open(index for batch in work.batches for index in batch)
             n_written = 0
             if writing:
-                n_written = self._compute(extraction, work, progress or (lambda done, total: None))
+                n_written = self._fill(work, progress or (lambda done, total: None))
             with self._folder.settled():
                 return self._finish(n_written)
 
-    def _work(self) -> tuple[dict[str, Any], list[list[int]]]:
-        """Options of the extractor, and the batches of this worker."""
+    def _work(self) -> Work:
+        """What this worker computes."""
         options, lengths = self.options, self.samples.lengths
-        longest = int(lengths.max())
-        extraction: dict[str, Any] = {"n_ubatch": options.batch_tokens, **options.context}
-        if self.model.layer_map.at_once:
-            extraction["n_ubatch"] = extraction["n_batch"] = max(extraction["n_ubatch"], longest)
-        most = most_sequences(self.model.native) if extraction.get("kv_unified", True) else 1
-        extraction.setdefault("n_seq_max", most)
-        everything = batches(lengths.tolist(), extraction["n_ubatch"], most)
-        return extraction, everything[options.rank :: options.world_size]
+        how = extraction(self.model, options, int(lengths.max()))
+        everything = batches(lengths.tolist(), how["n_ubatch"], how["n_seq_max"])
+        done = self._layout.written()
+        done[list(self._folder.lost())] = True
+        mine = everything[options.rank :: options.world_size]
+        return Work(self._layout, self._folder, options, how, mine, done)
 
-    def _compute(
-        self, extraction: Mapping[str, Any], work: Sequence[Sequence[int]], progress: Progress
-    ) -> int:
+    def _fill(self, work: Work, progress: Progress) -> int:
         """Compute and write what is missing; how many samples that were."""
-        options, lengths = self.options, self.samples.lengths
-        mine = np.array([index for batch in work for index in batch], np.int64)
-        there = self._layout.written()
-        there[list(self._folder.lost())] = True
+        lengths = self.samples.lengths
+        mine = np.array([index for batch in work.batches for index in batch], np.int64)
         total = int(lengths[mine].sum())
-        state = [int(lengths[mine][there[mine]].sum()), 0]
+        state = [int(lengths[mine][work.done[mine]].sum()), 0]
         progress(state[0], total)
 
         def wrote(indices: Sequence[int]) -> None:
@@ -282,21 +223,16 @@ class Job:
             state[1] += len(indices)
             progress(state[0], total)
 
-        with Extractor(self.model, **extraction) as extractor:
-            compute(extractor, self._layout, work, there, self._write, wrote, options.queue)
+        self._compute(work, wrote)
         return state[1]
 
-    def _write(self, index: int, states: States) -> None:
-        layers = states.nonfinite_layers()
-        if not layers:
-            self._layout.write(index, states.array)
-            return
-        reason = f"NaN or infinity in layers {layers} ({self._layout.dtype})"
-        if self._layout.dtype == "float16":
-            reason += ": float16 ends at 65504, take bfloat16"
-        if self.options.on_error == "stop":
-            raise InvalidInputError(f"row {self.samples.rows[index]}: {reason}")
-        self._folder.lose(index, reason)
+    def _compute(self, work: Work, wrote: Callable[[Sequence[int]], None]) -> None:
+        """Have the work done.
+
+        :param wrote: called with the samples that were written, as they are.
+        """
+        with Extractor(self.model, **work.extraction) as extractor:
+            work.compute(extractor, work.batches, wrote)
 
     def _finish(self, n_written: int) -> Report:
         lost = self._folder.lost()
@@ -335,7 +271,7 @@ class Job:
                 "n_samples": len(self.samples) - n_lost,
                 "n_skipped": len(self.skipped) + n_lost,
                 "made_with": self._made_with,
-                "provenance": self._provenance_facts,
+                "provenance": self._facts,
             }
         )
 
@@ -356,19 +292,6 @@ def _layout_kind(name: str) -> type[Layout]:
 
 def _columns(model: Model, options: Options, kind: type[Layout]) -> tuple[LayerId, ...]:
     """The layers to extract, the last of the layout's own choice at the end."""
-    layer_map = model.layer_map
-    own = options.layers is None
-    ids = default_eagle3_layers(model.n_layer) if own else options.layers
-    convention = "llamatap" if own else options.convention
-    assert ids is not None
-    found = translate(ids, source=convention, n_layer=model.n_layer, final_norm=layer_map.has_norm)
-    if not found:
-        raise InvalidInputError("layers is empty; give at least one layer id")
+    found = chosen_layers(model, options)
     last: LayerId = "norm" if kind.last_is_norm else model.n_layer
-    return (*found,) if found[-1] == last else (*found, last)
-
-
-def _longest(model: Model, options: Options) -> int:
-    """The most tokens of a sample."""
-    limits = [options.max_length, options.context.get("n_ctx"), model.n_ctx_train]
-    return min(limit for limit in (*limits, 2**31 - 1) if limit)
+    return found if found[-1] == last else (*found, last)

@@ -38,8 +38,9 @@ def read_rows(path: Path) -> Iterator[Row]:
     if (path / "state.json").is_file():
         return _saved_rows(path)
     if (path / "dataset_dict.json").is_file():
+        splits = sorted(state.parent.name for state in path.glob("*/state.json"))
         raise InvalidInputError(
-            f"{path} holds several splits: give one of them, {path / 'train'} for example"
+            f"{path} holds splits ({', '.join(splits) or 'none'}): give the folder of one of them"
         )
     files = sorted(file for file in path.iterdir() if file.suffix in _READERS)
     if not files:

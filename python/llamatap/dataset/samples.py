@@ -18,7 +18,7 @@ from llamatap.dataset.rows import Row
 from llamatap.errors import Error, InvalidInputError
 from llamatap.model import Model, token_array
 
-__all__ = ["Preparation", "Sample", "Samples", "prepare"]
+__all__ = ["Preparation", "Preparer", "Sample", "Samples", "prepare"]
 
 #: ShareGPT's names of roles.
 _ROLES = {"human": "user", "gpt": "assistant"}
@@ -132,18 +132,13 @@ def prepare(
     :param skip: called with each row that gives no sample, and why. What it raises ends the work.
     :raises InvalidInputError: there are no rows.
     """
-    preparer = _Preparer(model, how)
+    preparer = Preparer(model, how)
     samples = Samples()
     n_rows = n_truncated = 0
     for number, row in enumerate(rows):
         n_rows += 1
         try:
-            if isinstance(row, Error):
-                raise row
-            tokens, mask = preparer.sample(row)
-            truncated = len(tokens) > how.max_length
-            tokens, mask = tokens[: how.max_length], mask[: how.max_length]
-            _check_length(len(tokens), int(mask.sum()), how)
+            tokens, mask, truncated = preparer(row)
         except Error as error:
             skip(number, error)
             continue
@@ -164,7 +159,9 @@ def _check_length(n_tokens: int, n_loss: int, how: Preparation) -> None:
         )
 
 
-class _Preparer:
+class Preparer:
+    """Makes samples of rows, one at a time; remembers what it learnt of the vocabulary."""
+
     def __init__(self, model: Model, how: Preparation) -> None:
         self._model = model
         self._masker = Masker(model)
@@ -174,7 +171,21 @@ class _Preparer:
             today = _parse_date(how.date)
             self._variables["strftime_now"] = today.strftime
 
-    def sample(self, row: Mapping[str, Any]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    def __call__(self, row: Row) -> tuple[NDArray[np.int32], NDArray[np.bool_], bool]:
+        """A row's token ids, int32 ``(n,)``, its loss mask, bool ``(n,)``, and whether they were cut.
+
+        :raises Error: the row gives no sample.
+        """
+        if isinstance(row, Error):
+            raise row
+        tokens, mask = self._whole(row)
+        limit = self._how.max_length
+        truncated = len(tokens) > limit
+        tokens, mask = tokens[:limit], mask[:limit]
+        _check_length(len(tokens), int(mask.sum()), self._how)
+        return tokens, mask, truncated
+
+    def _whole(self, row: Mapping[str, Any]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         if row.get("input_ids") is not None:
             return self._of_ids(row["input_ids"], row.get("loss_mask"))
         messages = row.get("messages", row.get("conversations"))
