@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from llamatap._check import instance
 from llamatap._packing import most_sequences, packs
+from llamatap.dataset._computed import Computed
 from llamatap.dataset._folder import Folder
 from llamatap.dataset._writer import Writer
 from llamatap.dataset.layouts import LAYOUTS, Layout
@@ -77,6 +78,7 @@ def compute(
     write: Callable[[int, States], None],
     wrote: Callable[[Sequence[int]], None],
     queue: int,
+    computed: Computed,
 ) -> None:
     """Compute batches of samples and write those that are not there.
 
@@ -87,8 +89,14 @@ def compute(
     :param write: writes one sample's states.
     :param wrote: called after each batch with the samples that were written.
     :param queue: the most batches that are computed and not written.
+    :param computed: has the states until they are written.
     """
-    with Writer(write, wrote, queue) as writer:
+
+    def written(indices: Sequence[int]) -> None:
+        computed.drop(indices[0])
+        wrote(indices)
+
+    with Writer(write, written, queue) as writer:
         for batch in work:
             missing = [index for index in batch if not done[index]]
             if not missing:
@@ -97,7 +105,9 @@ def compute(
             # All of them, for states depend in their rounding on what is computed with them.
             tokens = [layout.samples[index].tokens for index in batch]
             states = dict(zip(batch, extractor(tokens, layout.columns, dtype=layout.dtype), strict=True))
-            writer.put([(index, states[index]) for index in missing])
+            found = [(index, states[index]) for index in missing]
+            computed.keep(found)
+            writer.put(found)
 
 
 class Job:
@@ -130,6 +140,7 @@ class Job:
         self.model = model
         self.options = options = options or Options()
         self._folder = Folder(Path(folder))
+        self._computed = Computed(self._folder.work / "computed")
         kind = _layout_kind(options.layout)
         self.columns = _columns(model, options, kind)
         dtype = dtype_name(options.dtype)
@@ -214,6 +225,10 @@ class Job:
         # Files end in part of a block; and there are token ids and masks besides the states.
         needed = self.n_bytes - self._layout.n_bytes_there()
         needed += int((~self._layout.written()).sum()) * block + 24 * self.samples.n_tokens
+        # Batches that are computed are there twice until they are written.
+        batch = max(self.options.batch_tokens, int(self.samples.lengths.max()))
+        rows = min(self.options.queue * batch, self.samples.n_tokens)
+        needed += rows * len(self.columns) * self.model.n_embd * self._layout.item_bytes
         if needed > free and self._status() != "complete":
             raise OSError(
                 errno.ENOSPC,
@@ -237,6 +252,7 @@ class Job:
             ``resume`` goes on.
         """
         options = self.options
+        n_written = 0
         with self._folder.used(options.rank, options.world_size):
             with self._folder.settled():
                 manifest = self._folder.manifest()
@@ -247,11 +263,26 @@ class Job:
                 if writing:
                     extraction, work = self._work()
                     self._layout.open(index for batch in work for index in batch)
-            n_written = 0
+                    n_written = self._recover()
             if writing:
-                n_written = self._compute(extraction, work, progress or (lambda done, total: None))
+                n_written += self._compute(extraction, work, progress or (lambda done, total: None))
             with self._folder.settled():
                 return self._finish(n_written)
+
+    def _recover(self) -> int:
+        """Write what a run that was killed had computed; how many samples that were."""
+        there = self._layout.written()
+        there[list(self._folder.lost())] = True
+        n_written = 0
+        for batch in self._computed.left():
+            missing = [(index, array) for index, array in batch if not there[index]]
+            self._layout.open(index for index, _ in missing)
+            for index, array in missing:
+                tokens = self.samples[index].tokens
+                self._write(index, States(array, tokens, self.columns, n_layer=self.model.n_layer))
+                n_written += 1
+            self._computed.drop(batch[0][0])
+        return n_written
 
     def _work(self) -> tuple[dict[str, Any], list[list[int]]]:
         """Options of the extractor, and the batches of this worker."""
@@ -283,7 +314,7 @@ class Job:
             progress(state[0], total)
 
         with Extractor(self.model, **extraction) as extractor:
-            compute(extractor, self._layout, work, there, self._write, wrote, options.queue)
+            compute(extractor, self._layout, work, there, self._write, wrote, options.queue, self._computed)
         return state[1]
 
     def _write(self, index: int, states: States) -> None:
@@ -317,6 +348,7 @@ class Job:
                 raise InvalidInputError(f"no sample has finite states; row {rows[0]}: {lost[0]}")
             self._layout.finish(list(lost))
             self._folder.write_skipped(skipped)
+            self._computed.clear()
             status = "complete"
             self._write_manifest(status, len(lost))
         lengths = self.samples.lengths
