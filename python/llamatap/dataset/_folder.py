@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from llamatap import _locks
 from llamatap.cache import atomic_path
 from llamatap.errors import BusyError, InvalidInputError
 
@@ -86,6 +87,7 @@ class Folder:
     @contextlib.contextmanager
     def _locked(self, name: str, kind: int) -> Iterator[None]:
         handle = os.open(self.work / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        _locks.held(handle)
         try:
             try:
                 fcntl.flock(handle, kind | fcntl.LOCK_NB)
@@ -93,12 +95,13 @@ class Folder:
                 raise BusyError(f"another run is writing to {self.path}; wait for its end") from None
             yield
         finally:
-            os.close(handle)
+            _locks.let_go(handle)
 
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
         """One process at a time: to begin a data set, and to finish it."""
         handle = os.open(self.work / "settle.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        _locks.held(handle)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
             # A run that was killed while it had this lock left them.
@@ -106,7 +109,7 @@ class Folder:
                 shutil.rmtree(leftover, ignore_errors=True)
             yield
         finally:
-            os.close(handle)
+            _locks.let_go(handle)
 
     def lose(self, index: int, reason: str) -> None:
         """Remember that a sample has no finite states.
