@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 from conftest import computes_with_nan
 from datasets_of import assert_same, random_rows, read_states, visible_files, write_lines
@@ -21,8 +22,6 @@ from tiny import TinyLlama
 import llamatap as lt
 from llamatap import dataset
 from llamatap.dataset._folder import Folder
-
-pytest.importorskip("pyarrow")
 
 Options = dataset.Options
 
@@ -261,8 +260,6 @@ def test_states_that_are_no_numbers_are_left_out(spoilt: lt.Model, tmp_path: Pat
         found[int(metadata["row"])] = tokens.tolist()
     assert found == {i: row["input_ids"] for i, row in enumerate(rows) if i not in bad}
     assert len(list((tmp_path / "o" / "hidden_states").iterdir())) == 16
-    import pyarrow
-
     with pyarrow.memory_map(str(tmp_path / "o" / "data-00000-of-00001.arrow")) as memory:
         table = pyarrow.ipc.open_stream(memory).read_all().to_pydict()
     files = [read_states(tmp_path / "o" / "hidden_states" / f"hs_{i}.safetensors")[0] for i in range(16)]
