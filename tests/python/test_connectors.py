@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -260,9 +261,9 @@ sys.stdin.readline()
 """
 
 
-def writer(name: str) -> tuple[subprocess.Popen[str], list[dict[str, str]]]:
+def writer(name: str, code: str = WRITER) -> tuple[subprocess.Popen[str], list[dict[str, str]]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", WRITER, name],
+        [sys.executable, "-c", code, name],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -316,6 +317,91 @@ def test_two_processes_share_memory(kill: bool, name: str) -> None:
 def _others(connector: FileConnector, mine: Any) -> list[str]:
     known = {Path(mine["handle"]).name, "hs_3.safetensors"}
     return [one for one in files_of(connector) if one not in known]
+
+
+def test_the_memory_has_a_bound(name: str) -> None:
+    free = shutil.disk_usage("/dev/shm").total
+    assert SharedMemoryConnector(name).max_bytes == free // 2
+    # 5 rows of 3 layers of 4 floats, and 5 ids: 280 bytes; a file has a header, too.
+    first = SharedMemoryConnector(name).put(states(1), index=0)
+    size = (SharedMemoryConnector(name).folder / "hs_0.safetensors").stat().st_size
+    assert size > 280
+    connector = SharedMemoryConnector(name, max_bytes=size + 280)
+    second = connector.put(states(2))
+    # What is replaced makes room for what comes.
+    connector.put(states(3), index=0)
+    with pytest.raises(OSError, match=r"of 280 bytes does not fit: [\d,]+ of max_bytes=") as caught:
+        connector.put(states(4))
+    assert caught.value.errno == errno.ENOSPC
+    assert len(files_of(connector)) == 2
+    check(connector.get_generated(second), 2)
+    check(connector.get_cached(0), 3)
+    connector.delete(second["handle"])
+    check(connector.get_generated(connector.put(states(4))), 4)
+    assert first["handle"].endswith("hs_0.safetensors")
+    for wrong in (0, -1, 1.5, "1G"):
+        with pytest.raises(lt.InvalidInputError, match="max_bytes must be"):
+            SharedMemoryConnector(name, max_bytes=wrong)  # type: ignore[arg-type]
+
+
+def test_what_a_dead_writer_left_makes_room(name: str) -> None:
+    process, _ = writer(name)
+    mine = SharedMemoryConnector(name, max_bytes=4600)
+    # From here on this one is a writer: what the other one leaves stays until there is no room.
+    mine.put(states(5))
+    end(process, kill=True)
+    assert len(files_of(mine)) == 6
+    for k in range(20):
+        mine.put(states(k), index=100 + k % 2)
+        mine.put(states(k), index=200 + k % 2)
+    assert len(files_of(mine)) == 5
+    assert mine.get_cached(0) is None
+
+
+def test_a_forked_child_keeps_no_lock(name: str) -> None:
+    """A loader's worker may outlive the process that put the samples."""
+    code = WRITER.replace(
+        "sys.stdin.readline()",
+        "import os, time\nif os.fork() == 0:\n    print(os.getpid(), flush=True)\n    time.sleep(600)\n"
+        "sys.stdin.readline()",
+    )
+    process, params = writer(name, code)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    try:
+        process.kill()
+        process.wait()
+        connector = SharedMemoryConnector(name)
+        connector.put(states(6), index=3)
+        assert files_of(connector) == ["hs_3.safetensors"]
+        assert connector.get_generated(params[1]) is None
+    finally:
+        os.kill(child, signal.SIGKILL)
+        process.stdout.close()
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+READER = """
+import sys
+from llamatap.connectors import connect
+
+held = connect("shared_memory", name=sys.argv[1]).get_cached(0)
+print("[]", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_reader_that_dies_leaves_nothing(name: str) -> None:
+    connector = SharedMemoryConnector(name)
+    params = connector.put(states(1), index=0)
+    before = sorted(path.name for path in connector.folder.rglob("*"))
+    process, _ = writer(name, READER)
+    end(process, kill=True)
+    assert sorted(path.name for path in connector.folder.rglob("*")) == before
+    check(connector.get_cached(0), 1)
+    connector.delete(params["handle"])
+    assert files_of(connector) == []
 
 
 def test_the_memory_is_this_users(name: str) -> None:

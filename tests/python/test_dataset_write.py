@@ -6,6 +6,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pyarrow
 import pytest
 from conftest import EXACT, relative
 from datasets_of import (
@@ -22,8 +23,6 @@ from tiny import TinyLlama
 import llamatap as lt
 from llamatap import dataset
 from llamatap.__main__ import main
-
-pyarrow = pytest.importorskip("pyarrow")
 
 Options = dataset.Options
 

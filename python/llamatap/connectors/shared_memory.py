@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -13,6 +14,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from llamatap import _locks
+from llamatap._check import integer
 from llamatap.connectors.base import Stored
 from llamatap.connectors.files import FileConnector, header_of
 from llamatap.errors import InvalidInputError
@@ -32,14 +35,20 @@ class SharedMemoryConnector(FileConnector):
     that puts something under the same name.
 
     :param name: the same for those who write and those who read.
-    :raises InvalidInputError: it is no name.
+    :param max_bytes: the most that all samples of that name take together; one that does not fit is refused
+        with an ``OSError`` (``ENOSPC``), for the writer to wait until others are deleted, or to stop. Writers
+        that put at the same moment may exceed it by a sample each. None for half of the file system's size
+        (of ``/dev/shm``: usually a quarter of the machine's memory).
+    :raises InvalidInputError: it is no name, or no number of bytes.
     :raises PermissionError: the folder of that name is another user's.
     :raises OSError: the folder cannot be made.
     """
 
-    def __init__(self, name: str = "default") -> None:
+    def __init__(self, name: str = "default", *, max_bytes: int | None = None) -> None:
         if not isinstance(name, str) or not name.replace("-", "").replace("_", "").isalnum():
             raise InvalidInputError(f"name must be letters, digits, - and _, not {name!r}")
+        if max_bytes is not None:
+            integer("max_bytes", max_bytes, 1)
         shared = Path("/dev/shm")
         base = (shared if shared.is_dir() else Path(tempfile.gettempdir())) / f"llamatap-{os.getuid()}"
         for folder in (base, base / name):
@@ -47,15 +56,39 @@ class SharedMemoryConnector(FileConnector):
             if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
                 raise PermissionError(f"{folder} is not this user's")
         super().__init__(base / name)
+        self.max_bytes = shutil.disk_usage(self.folder).total // 2 if max_bytes is None else max_bytes
         self._lock = threading.Lock()
         self._writer: Path | None = None
         self._process = os.getpid()
 
     def _write(self, path: Path, tensors: Stored, states: States) -> None:
         writer = self._as_writer()
+        self._check_room(path, sum(array.nbytes for array in tensors.values()))
         scratch = writer / path.name
         write_tensors(scratch, tensors, {**states.provenance, "writer": writer.name})
         scratch.replace(path)
+
+    def _check_room(self, path: Path, needed: int) -> None:
+        if self._taken(path) + needed <= self.max_bytes:
+            return
+        _remove_leftovers(self.folder)
+        if (taken := self._taken(path)) + needed > self.max_bytes:
+            raise OSError(
+                errno.ENOSPC,
+                f"a sample of {needed:,} bytes does not fit: {taken:,} of max_bytes={self.max_bytes:,} are "
+                "taken; delete what was read, or give more",
+                str(self.folder),
+            )
+
+    def _taken(self, path: Path) -> int:
+        """Bytes of all samples but the one that is replaced."""
+        taken = 0
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                if entry.name != path.name and entry.name.endswith(".safetensors"):
+                    with contextlib.suppress(FileNotFoundError):
+                        taken += entry.stat().st_size
+        return taken
 
     def _as_writer(self) -> Path:
         """The folder of this process, whose lock lasts as long as it lives."""
@@ -73,11 +106,12 @@ def _locked_folder(parent: Path) -> Path:
         folder.mkdir(mode=0o700)
         handle = os.open(folder, os.O_RDONLY)
         fcntl.flock(handle, fcntl.LOCK_EX)
+        _locks.held(handle)
         # Another one may have taken it for a leftover before it was locked. The handle is never closed: the
         # system does that when the process ends, however it ends.
         if folder.is_dir():
             return folder
-        os.close(handle)
+        _locks.let_go(handle)
 
 
 def _remove_leftovers(parent: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from llamatap import _locks
 from llamatap.cache import atomic_path
 from llamatap.errors import BusyError, InvalidInputError
 
@@ -25,11 +26,14 @@ _WORK = ".llamatap"
 
 
 class Folder:
-    """The folder, and how one process writes to it."""
+    """The folder, and how one process writes to it.
+
+    :ivar work: a folder in it, for what is there while the data set is written.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._work = path / _WORK
+        self.work = path / _WORK
 
     def manifest(self) -> dict[str, Any] | None:
         """What the data set is of; None where the folder is empty or not there.
@@ -72,7 +76,7 @@ class Folder:
         :raises BusyError: another run is at it.
         :raises OSError: the folder cannot be made or written to.
         """
-        self._work.mkdir(parents=True, exist_ok=True)
+        self.work.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             alone = world_size == 1
             stack.enter_context(self._locked("run.lock", fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
@@ -82,7 +86,8 @@ class Folder:
 
     @contextlib.contextmanager
     def _locked(self, name: str, kind: int) -> Iterator[None]:
-        handle = os.open(self._work / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        handle = os.open(self.work / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        _locks.held(handle)
         try:
             try:
                 fcntl.flock(handle, kind | fcntl.LOCK_NB)
@@ -90,12 +95,13 @@ class Folder:
                 raise BusyError(f"another run is writing to {self.path}; wait for its end") from None
             yield
         finally:
-            os.close(handle)
+            _locks.let_go(handle)
 
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
         """One process at a time: to begin a data set, and to finish it."""
-        handle = os.open(self._work / "settle.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        handle = os.open(self.work / "settle.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        _locks.held(handle)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
             # A run that was killed while it had this lock left them.
@@ -103,14 +109,14 @@ class Folder:
                 shutil.rmtree(leftover, ignore_errors=True)
             yield
         finally:
-            os.close(handle)
+            _locks.let_go(handle)
 
     def lose(self, index: int, reason: str) -> None:
         """Remember that a sample has no finite states.
 
         :raises OSError: it cannot be written.
         """
-        folder = self._work / "lost"
+        folder = self.work / "lost"
         folder.mkdir(exist_ok=True)
         with atomic_path(folder / str(index)) as scratch:
             scratch.write_text(reason, "utf-8")
@@ -118,7 +124,7 @@ class Folder:
     def lost(self) -> dict[int, str]:
         """The samples without finite states, and why."""
         found = {}
-        for path in (self._work / "lost").glob("*"):
+        for path in (self.work / "lost").glob("*"):
             if path.name.isdecimal():
                 found[int(path.name)] = path.read_text("utf-8")
         return dict(sorted(found.items()))

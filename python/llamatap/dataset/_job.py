@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from llamatap._check import instance
+from llamatap.dataset._computed import Computed
 from llamatap.dataset._folder import Folder
 from llamatap.dataset._work import (
     Work,
@@ -161,6 +162,10 @@ class Job:
         # Files end in part of a block; and there are token ids and masks besides the states.
         needed = self.n_bytes - self._layout.n_bytes_there()
         needed += int((~self._layout.written()).sum()) * block + 24 * self.samples.n_tokens
+        # Batches that are computed are there twice until they are written.
+        batch = max(self.options.batch_tokens, int(self.samples.lengths.max()))
+        rows = min(self.options.queue * batch, self.samples.n_tokens)
+        needed += rows * len(self.columns) * self.model.n_embd * self._layout.item_bytes
         if needed > free and self._status() != "complete":
             raise OSError(
                 errno.ENOSPC,
@@ -184,6 +189,7 @@ class Job:
             ``resume`` goes on.
         """
         options = self.options
+        n_written = 0
         with self._folder.used(options.rank, options.world_size):
             with self._folder.settled():
                 manifest = self._folder.manifest()
@@ -193,22 +199,22 @@ class Job:
                 writing = self._status() == "writing"
                 if writing:
                     work = self._work()
-                    self._layout.open(index for batch in work.batches for index in batch)
-            n_written = 0
+                    n_written = work.recover()
             if writing:
-                n_written = self._fill(work, progress or (lambda done, total: None))
+                n_written += self._fill(work, progress or (lambda done, total: None))
             with self._folder.settled():
                 return self._finish(n_written)
 
     def _work(self) -> Work:
-        """What this worker computes."""
+        """What this worker computes; the layout is open for it."""
         options, lengths = self.options, self.samples.lengths
         how = extraction(self.model, options, int(lengths.max()))
         everything = batches(lengths.tolist(), how["n_ubatch"], how["n_seq_max"])
+        mine = everything[options.rank :: options.world_size]
+        self._layout.open(index for batch in mine for index in batch)
         done = self._layout.written()
         done[list(self._folder.lost())] = True
-        mine = everything[options.rank :: options.world_size]
-        return Work(self._layout, self._folder, options, how, mine, done)
+        return Work(self._layout, self._folder, options, how, mine, done, self.model.n_layer)
 
     def _fill(self, work: Work, progress: Progress) -> int:
         """Compute and write what is missing; how many samples that were."""
@@ -253,6 +259,7 @@ class Job:
                 raise InvalidInputError(f"no sample has finite states; row {rows[0]}: {lost[0]}")
             self._layout.finish(list(lost))
             self._folder.write_skipped(skipped)
+            Computed(self._folder.work / "computed").clear()
             status = "complete"
             self._write_manifest(status, len(lost))
         lengths = self.samples.lengths

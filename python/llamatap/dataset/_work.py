@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamatap._packing import most_sequences, packs
+from llamatap.dataset._computed import Computed
 from llamatap.dataset._folder import Folder
 from llamatap.dataset._writer import Writer
 from llamatap.dataset.layouts import Layout
@@ -102,12 +103,13 @@ def provenance(model: Model, options: Options, columns: Sequence[LayerId], dtype
 class Work:
     """What is to be computed and written, for whoever does it: it can be pickled.
 
-    :ivar layout: writes samples.
+    :ivar layout: writes samples; it is open.
     :ivar folder: remembers those that have no finite states.
     :ivar options: of the data set.
     :ivar extraction: options of the extractor.
     :ivar batches: numbers of the samples that are computed together, a list each.
     :ivar done: which samples are there: bool ``(n_samples,)``.
+    :ivar n_layer: blocks of the model.
     """
 
     layout: Layout
@@ -116,6 +118,7 @@ class Work:
     extraction: Mapping[str, Any]
     batches: Sequence[Sequence[int]]
     done: NDArray[np.bool_]
+    n_layer: int
 
     def compute(
         self,
@@ -130,7 +133,13 @@ class Work:
         :raises InvalidInputError: ``on_error`` is "stop" and a sample's states are not finite.
         :raises OSError: they cannot be written.
         """
-        with Writer(self._write, wrote, self.options.queue) as writer:
+        computed = Computed(self.folder.work / "computed")
+
+        def written(indices: Sequence[int]) -> None:
+            computed.drop(indices[0])
+            wrote(indices)
+
+        with Writer(self._write, written, self.options.queue) as writer:
             for batch in part:
                 missing = [index for index in batch if not self.done[index]]
                 if not missing:
@@ -140,7 +149,29 @@ class Work:
                 tokens = [self.layout.samples[index].tokens for index in batch]
                 found = extractor(tokens, self.layout.columns, dtype=self.layout.dtype)
                 states = dict(zip(batch, found, strict=True))
-                writer.put([(index, states[index]) for index in missing])
+                kept = [(index, states[index]) for index in missing]
+                computed.keep(kept)
+                writer.put(kept)
+
+    def recover(self) -> int:
+        """Write what a run that was killed had computed; how many samples that were.
+
+        :raises InvalidInputError: ``on_error`` is "stop" and a sample's states are not finite.
+        :raises OSError: they cannot be written.
+        """
+        computed = Computed(self.folder.work / "computed")
+        columns = self.layout.columns
+        n_written = 0
+        for batch in computed.left():
+            missing = [(index, array) for index, array in batch if not self.done[index]]
+            self.layout.open(index for index, _ in missing)
+            for index, array in missing:
+                tokens = self.layout.samples[index].tokens
+                self._write(index, States(array, tokens, columns, n_layer=self.n_layer))
+                self.done[index] = True
+                n_written += 1
+            computed.drop(batch[0][0])
+        return n_written
 
     def _write(self, index: int, states: States) -> None:
         layers = states.nonfinite_layers()

@@ -36,7 +36,7 @@ class Options:
     :ivar rank: which of the workers this is, from 0.
     :ivar world_size: the number of workers that share the work, each a process with the same arguments.
     :ivar batch_tokens: the most tokens that are computed at once.
-    :ivar queue: the most batches that are computed and not written: what is computed again after a kill.
+    :ivar queue: the most batches that are computed and not yet in their files. A kill loses none of them.
     :ivar context: options of :class:`llamatap.Extractor`, e.g. ``n_threads`` or ``type_k``.
     :raises InvalidInputError: a value is wrong.
     """

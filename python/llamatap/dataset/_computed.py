@@ -1,0 +1,109 @@
+"""States that are computed and not yet written as the layout has them: a kill loses none of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamatap.states import DTYPES, States
+
+__all__ = ["Computed"]
+
+
+class Computed:
+    """A folder with a file for each batch: a line of JSON, and the states of its samples, one after another.
+
+    The system keeps what a process handed over, however the process ends, so a file costs one copy in memory.
+    It is removed once the layout's files are there, mostly before the disk has seen it.
+
+    :param folder: made when the first batch comes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def keep(self, batch: Sequence[tuple[int, States]]) -> None:
+        """Keep a batch, whole or not at all.
+
+        :raises OSError: it cannot be written.
+        """
+        self._folder.mkdir(exist_ok=True)
+        arrays = [np.ascontiguousarray(states.array) for _, states in batch]
+        head = {
+            "samples": [index for index, _ in batch],
+            "shapes": [array.shape for array in arrays],
+            "dtype": str(arrays[0].dtype),
+            "boot": _boot(),
+        }
+        path = self._path(batch[0][0])
+        scratch = path.with_name(f".{path.name}")
+        try:
+            with scratch.open("wb", buffering=0) as file:
+                for left in (
+                    memoryview(json.dumps(head).encode() + b"\n"),
+                    *(array.reshape(-1).view(np.uint8).data for array in arrays),
+                ):
+                    while left:
+                        left = left[file.write(left) :]
+            scratch.replace(path)
+        except BaseException:
+            scratch.unlink(missing_ok=True)
+            raise
+
+    def drop(self, first: int) -> None:
+        """Forget a batch.
+
+        :param first: the first of its samples.
+        """
+        self._path(first).unlink(missing_ok=True)
+
+    def left(self) -> Iterator[list[tuple[int, NDArray[Any]]]]:
+        """The batches that are there: numbers of samples, and their states, ``(n_tokens, n_layers, n_embd)``.
+
+        What is not whole, or was written before the machine was started, is no batch.
+        """
+        for path in sorted(self._folder.glob("[0-9]*")):
+            # Another worker may have dropped it.
+            with contextlib.suppress(FileNotFoundError):
+                if batch := _read(path.read_bytes()):
+                    yield batch
+
+    def clear(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _path(self, first: int) -> Path:
+        return self._folder / str(first)
+
+
+def _read(data: bytes) -> list[tuple[int, NDArray[Any]]]:
+    try:
+        line, _, rest = data.partition(b"\n")
+        head = json.loads(line)
+        dtype = DTYPES[head["dtype"]]
+        ends = np.cumsum([int(np.prod(shape)) for shape in head["shapes"]])
+        flat = np.frombuffer(rest, dtype)
+        if head["boot"] != _boot() or len(flat) != ends[-1]:
+            return []
+        parts = np.split(flat, ends[:-1])
+        return [
+            (index, part.reshape(shape))
+            for index, part, shape in zip(head["samples"], parts, head["shapes"], strict=True)
+        ]
+    except (ValueError, LookupError, TypeError):
+        return []
+
+
+def _boot() -> str | None:
+    """Tells one start of the machine from another: of files of before a power failure parts may be zero."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    except OSError:
+        return None
