@@ -24,33 +24,9 @@ import llamatap as lt
 from llamatap import dataset
 from llamatap.fetch import fetch
 
-WORDS = [
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "is",
-    "that",
-    "it",
-    "was",
-    "for",
-    "on",
-    "are",
-    "with",
-    "as",
-    "his",
-    "they",
-    "be",
-    "at",
-    "one",
-    "have",
-    "this",
-    "from",
-    "or",
-    "had",
-    "by",
-]
+#: The files of states, of all layouts.
+STATES = ("hs_*.safetensors", "data_*.ckpt", "layer_*.npy")
+WORDS = "the of and to in is that it was for on are with as his they be at one have this from or had by"
 
 
 def write_chats(path: Path, count: int, seed: int) -> None:
@@ -58,7 +34,7 @@ def write_chats(path: Path, count: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
 
     def said(low: int, high: int) -> str:
-        return " ".join(rng.choice(WORDS, rng.integers(low, high)))
+        return " ".join(rng.choice(WORDS.split(), rng.integers(low, high)))
 
     with path.open("w") as file:
         for _ in range(count):
@@ -105,6 +81,7 @@ def main() -> None:
             prepare = partial(dataset.Job, model, chats, folder, options)
             seconds["preparation"].append(timed(lambda: made.append(prepare())))  # noqa: B023
             seconds["run"].append(timed(made[0].run))
+        written = sum(path.stat().st_size for pattern in STATES for path in folder.rglob(pattern))
 
     rounds = list(zip(*seconds.values(), strict=True))
     results: dict[str, Any] = {
@@ -114,11 +91,13 @@ def main() -> None:
         "samples": len(prompts),
         "tokens": job.samples.n_tokens,
         "bytes": job.n_bytes,
+        "bytes_written": written,
         "tokens_per_second": statistics.median(job.samples.n_tokens / (a + b) for _, a, b in rounds),
         "ratio": statistics.median((prepared + run) / memory for memory, prepared, run in rounds),
         "ratio_preparation": statistics.median(prepared / memory for memory, prepared, _ in rounds),
         "ratio_run": statistics.median(run / memory for memory, _, run in rounds),
     }
+    print(f"{written:,} bytes of states were written, {written - job.n_bytes} more than predicted")
     print(f"{results['tokens_per_second']:.0f} tokens a second, end to end")
     print(f"time beside extraction into memory: {results['ratio']:.3f}x")
     print(f"  of which before computing {results['ratio_preparation']:.3f}, after {results['ratio_run']:.3f}")
