@@ -153,6 +153,37 @@ def test_what_was_computed_is_written_by_the_next_run(
     assert_same(tmp_path / "o", tmp_path / "calm")
 
 
+def test_a_worker_leaves_to_others_what_they_computed(
+    tiny_model: lt.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be alive, and writing it at this moment."""
+    rows = random_rows(14, 30)
+    layout = dataset.LAYOUTS["speculators"]
+    folder = tmp_path / "o"
+
+    def options(rank: int) -> Options:
+        return Options(layers=[1, 2], batch_tokens=64, resume=True, rank=rank, world_size=2)
+
+    def failing(self: Any, index: int, states: Any) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(layout, "write", failing)
+        with pytest.raises(OSError, match="no room"):
+            dataset.write(tiny_model, rows, folder, options(0))
+    kept = {path: path.read_bytes() for path in (folder / ".llamatap" / "computed").iterdir()}
+    (index, *_) = json.loads(next(iter(kept.values())).partition(b"\n")[0])["samples"]
+    half = folder / "hidden_states" / f".hs_{index}.safetensors.12345678"
+    half.mkdir()
+    assert not dataset.write(tiny_model, rows, folder, options(1)).complete
+    assert half.is_dir()
+    assert {path: path.read_bytes() for path in kept} == kept
+    assert dataset.write(tiny_model, rows, folder, options(0)).complete
+    assert not half.exists()
+    dataset.write(tiny_model, rows, tmp_path / "calm", Options(layers=[1, 2], batch_tokens=64))
+    assert_same(folder, tmp_path / "calm")
+
+
 def interrupted(model: lt.Model, rows: list[dict[str, Any]], folder: Path, options: Options) -> None:
     """A run that ends after some batches."""
 

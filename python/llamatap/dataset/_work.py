@@ -154,18 +154,22 @@ class Work:
                 writer.put(kept)
 
     def recover(self) -> int:
-        """Write what a run that was killed had computed; how many samples that were.
+        """Write what a run that was killed had computed of these batches; how many samples that were.
 
         :raises InvalidInputError: ``on_error`` is "stop" and a sample's states are not finite.
         :raises OSError: they cannot be written.
         """
         computed = Computed(self.folder.work / "computed")
         columns = self.layout.columns
+        ours = {index for batch in self.batches for index in batch}
         n_written = 0
         for batch in computed.left():
-            missing = [(index, array) for index, array in batch if not self.done[index]]
-            self.layout.open(index for index, _ in missing)
-            for index, array in missing:
+            if batch[0][0] not in ours:
+                # Of another worker, which may be writing it now.
+                continue
+            for index, array in batch:
+                if self.done[index]:
+                    continue
                 tokens = self.layout.samples[index].tokens
                 self._write(index, States(array, tokens, columns, n_layer=self.n_layer))
                 self.done[index] = True
