@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import EXACT, relative
+from conftest import EXACT, computes_with_nan, relative
 from numpy.typing import NDArray
 from serving import Running, running, tiny_options
 from tinies.encoders import bert
@@ -406,6 +406,7 @@ def test_a_model_without_a_residual_stream(arch_models: Path) -> None:
         server.error("/v1/hidden_states", 422, "model_error", model="tiny", input=[5])
 
 
+@computes_with_nan
 def test_states_that_are_no_numbers(tmp_path: Path) -> None:
     tiny = TinyLlama()
     tiny.weights["token_embd.weight"][10] = np.nan

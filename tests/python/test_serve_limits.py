@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from conftest import computes_with_nan
 from serving import running, tiny_options
 from tiny import TinyLlama
 
@@ -225,6 +226,7 @@ def test_models_that_cannot_be_served(tiny_path: Path, tmp_path: Path) -> None:
         create_app([tiny_options(tiny_path, drafter=str(tmp_path / "none.gguf"))])
 
 
+@computes_with_nan
 def test_a_text_whose_logits_are_no_numbers_ends_alone(tmp_path: Path, tiny_path: Path) -> None:
     tiny = TinyLlama()
     tiny.weights["token_embd.weight"][10] = np.nan
