@@ -70,8 +70,9 @@ $(ARCHS): $(VENV)/.installed tests/archs/CMakeLists.txt tests/archs/load_backend
 	$(BIN)/cmake --build build/archs
 	touch $@
 
+# Files of tests go to as many processes as there are cores.
 test: $(VENV)/.installed $(ARCHS)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
 # The library that trains drafters against a server of ours: `make test-peers TORCH=...` chooses its torch.
 .venv-speculators/.installed: | python

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,19 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tiny import TinyLlama, write_as_f32
+
+
+def _own_cpus() -> None:
+    """Give each process of tests CPUs of its own: the engine's threads wait for one another busily."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None or not hasattr(os, "sched_setaffinity"):
+        return
+    number, count = int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    if share := sorted(usable_cpus())[number::count]:
+        os.sched_setaffinity(0, share)
+
+
+_own_cpus()
 
 #: Options under which results do not depend on how work is cut: float32 throughout, one kind of kernel.
 EXACT: dict[str, Any] = {

@@ -25,7 +25,7 @@ from llamatap.dataset._folder import Folder
 
 Options = dataset.Options
 
-#: A run that takes its time, and tells of each batch as it is computed: MODEL INPUT FOLDER LOG.
+#: A run that takes its time, and tells of each batch as it is computed: MODEL INPUT FOLDER LOG LAYOUT.
 PROGRAM = """
 import sys, time
 import llamatap as lt
@@ -42,21 +42,24 @@ class Slow(lt.Extractor):
         time.sleep(0.004)
         return found
 
-class SlowLayout(dataset.LAYOUTS["speculators"]):
+class SlowLayout(dataset.LAYOUTS[sys.argv[5]]):
     def write(self, *arguments):
         time.sleep(0.002)
         super().write(*arguments)
 
 _job.Extractor = Slow
 # The disk is slower than computing: several batches wait.
-dataset.LAYOUTS["speculators"] = SlowLayout
+dataset.LAYOUTS[sys.argv[5]] = SlowLayout
 with lt.Model(sys.argv[1]) as model:
-    options = dataset.Options(layers=[1, 2], batch_tokens=64, resume=True, context={"n_threads": 1})
+    options = dataset.Options(
+        layers=[1, 2], layout=sys.argv[5], batch_tokens=64, resume=True, context={"n_threads": 1}
+    )
     print(dataset.write(model, sys.argv[2], sys.argv[3], options).n_written)
 """
 
 
-def test_killed_at_any_moment(tiny_path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["speculators", "npy"])
+def test_killed_at_any_moment(layout: str, tiny_path: Path, tmp_path: Path) -> None:
     rows = random_rows(4, 150, longest=40)
     path = write_lines(tmp_path / "in.jsonl", rows)
     draw = random.Random(5)
@@ -70,6 +73,7 @@ def test_killed_at_any_moment(tiny_path: Path, tmp_path: Path) -> None:
             path,
             tmp_path / folder,
             tmp_path / f"{folder}.log",
+            layout,
         ]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
@@ -79,8 +83,13 @@ def test_killed_at_any_moment(tiny_path: Path, tmp_path: Path) -> None:
     n_batches = len((tmp_path / "calm.log").read_text().splitlines())
     assert n_batches > 40
 
-    states = tmp_path / "killed" / "hidden_states"
-    known: dict[str, int] = {}
+    states = tmp_path / "killed"
+    known: dict[Path, int] = {}
+
+    def inodes() -> dict[Path, int]:
+        found = (*states.glob("hidden_states/hs_*"), *states.glob("layer_*"))
+        return {path: path.stat().st_ino for path in found}
+
     n_kills = 0
     while True:
         with start("killed") as process:
@@ -94,18 +103,18 @@ def test_killed_at_any_moment(tiny_path: Path, tmp_path: Path) -> None:
                 break
             process.kill()
         n_kills += 1
-        there = {f.name: f.stat().st_ino for f in states.iterdir() if not f.name.startswith(".")}
+        there = inodes()
         # What was there stays, and was not written again.
         assert there.items() >= known.items()
         known = there
     assert n_kills > 3
-    there = {f.name: f.stat().st_ino for f in states.iterdir()}
-    assert there.items() >= known.items()
+    assert inodes().items() >= known.items()
     assert_same(tmp_path / "killed", tmp_path / "calm")
     # Only a batch that was being handed over is computed again.
     repeated = len((tmp_path / "killed.log").read_text().splitlines()) - n_batches
     assert 0 <= repeated <= n_kills
-    assert not (tmp_path / "killed" / ".llamatap" / "computed").exists()
+    assert not (states / ".llamatap" / "computed").exists()
+    assert [path for path in states.rglob(".*.????????") if path.is_dir()] == []
 
 
 def test_what_was_computed_is_written_by_the_next_run(
@@ -208,6 +217,11 @@ def interrupted(model: lt.Model, rows: list[dict[str, Any]], folder: Path, optio
         ({"date": "2001-02-03"}, "date is '.*' there and '2001-02-03' here"),
         ({"template_variables": {"x": 1}}, "template_variables is {} there and {'x': 1} here"),
         ({"context": {"type_k": "f32"}}, "type_k is 'f16' there and 'f32' here"),
+        ({"context": {"n_ubatch": 32}}, "context is {} there and {'n_ubatch': 32} here"),
+        ({"layout": "npy"}, "layout is 'speculators' there and 'npy' here"),
+        ({"template": "x"}, "template is None there and 'x' here"),
+        ({"min_tokens": 3}, "min_tokens is 2 there and 3 here"),
+        ({"min_loss_tokens": 2}, "min_loss_tokens is 1 there and 2 here"),
     ],
 )
 def test_resume_takes_the_same_alone(
@@ -230,6 +244,16 @@ def test_resume_of_another_model_or_input(tiny_model: lt.Model, tmp_path: Path) 
     other_path = TinyLlama(seed=1).write(tmp_path / "other.gguf")
     with lt.Model(other_path) as other, pytest.raises(lt.InvalidInputError, match="model_sha256 is"):
         dataset.write(other, rows, tmp_path / "o", resumed)
+    with lt.Model(other_path) as other:
+        other_path.unlink()
+        with pytest.raises(lt.InvalidInputError, match=r"other\.gguf is gone or was replaced"):
+            dataset.write(other, rows, tmp_path / "o", resumed)
+    with lt.Model(tiny_model.path, weights="f16") as other:
+        with pytest.raises(lt.InvalidInputError, match="weights is None there and 'f16' here"):
+            dataset.write(other, rows, tmp_path / "o", resumed)
+        interrupted(other, rows, tmp_path / "f16", options)
+    with pytest.raises(lt.InvalidInputError, match="weights is 'f16' there and None here"):
+        dataset.write(tiny_model, rows, tmp_path / "f16", resumed)
     changed = [*rows[:-1], {**rows[-1], "loss_mask": [1] * len(rows[-1]["input_ids"])}]
     with pytest.raises(lt.InvalidInputError, match="samples_sha256 is"):
         dataset.write(tiny_model, changed, tmp_path / "o", resumed)
@@ -363,8 +387,12 @@ def test_one_run_at_a_time(tiny_model: lt.Model, tmp_path: Path) -> None:
     with Folder(tmp_path / "o").used(0, 2):
         with Folder(tmp_path / "o").used(1, 2):
             pass
-        with pytest.raises(lt.BusyError), Folder(tmp_path / "o").used(0, 2):
-            pass
+        # Another number of workers shares the samples out otherwise.
+        for rank, world in ((0, 2), (1, 3), (0, 1)):
+            with pytest.raises(lt.BusyError), Folder(tmp_path / "o").used(rank, world):
+                pass
+    with Folder(tmp_path / "o").used(1, 3):
+        pass
 
 
 def test_a_disk_that_is_full_or_read_only(
@@ -401,3 +429,42 @@ def test_a_disk_that_is_full_or_read_only(
         assert_same(folder / "o", tmp_path / "calm")
     finally:
         subprocess.run(["umount", folder], check=True)
+
+
+def test_a_power_failure(tiny_model: lt.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that were written into a mapped file, and not on the disk, may be zero afterwards."""
+    rows = random_rows(15, 30)
+    options: dict[str, Any] = {"layers": [1, 2], "layout": "npy", "batch_tokens": 64}
+    dataset.write(tiny_model, rows, tmp_path / "calm", Options(**options))
+    folder = tmp_path / "o"
+    n_tokens = sum(len(row["input_ids"]) for row in rows)
+    synced: list[int] = []
+
+    def progress(done: int, total: int) -> None:
+        if done > total // 3 and not synced:
+            (folder / ".llamatap" / "written").read_bytes()
+            synced.append(done)
+            monkeypatch.setattr("llamatap.dataset.layouts.npy._INTERVAL", 0.0)
+        elif synced and done > total // 2:
+            monkeypatch.setattr("llamatap.dataset.layouts.npy._INTERVAL", 1e9)
+        if done > total * 3 // 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        dataset.write(tiny_model, rows, folder, Options(**options), progress=progress)
+    marks = np.frombuffer((folder / ".llamatap" / "written").read_bytes(), np.uint8)
+    assert set(marks.tolist()) == {0, 1, 2}
+    monkeypatch.setattr("llamatap.dataset.layouts.npy.boot_id", lambda: "another")
+    lengths = np.array([len(row["input_ids"]) for row in rows])
+    starts = np.cumsum(lengths) - lengths
+    for layer in (1, 2, 4):
+        array = np.load(folder / f"layer_{layer}.npy", mmap_mode="r+")
+        for index in np.flatnonzero(marks == 1):
+            array[starts[index] : starts[index] + lengths[index]] = 0
+    report = dataset.write(tiny_model, rows, folder, Options(**options, resume=True))
+    assert report.complete
+    assert report.n_tokens == n_tokens
+    assert report.n_written == int((marks < 2).sum())
+    assert_same(folder, tmp_path / "calm")
+    after = np.frombuffer((folder / ".llamatap" / "written").read_bytes(), np.uint8)
+    assert (after == 2).all()

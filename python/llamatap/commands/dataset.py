@@ -145,7 +145,8 @@ def _run(job: Job, *, quiet: bool) -> Report:
 
 def _tell(report: Report, folder: Path) -> int:
     what = "complete" if report.complete else "this worker's part is done, others are at theirs"
-    skipped = f", {len(report.skipped)} rows left out (skipped.jsonl)" if report.skipped else ""
+    where = " (skipped.jsonl)" if report.complete else ""
+    skipped = f", {len(report.skipped)} rows left out{where}" if report.skipped else ""
     print(
         f"{folder}: {report.n_samples} samples, {report.n_tokens} tokens, {report.n_written} samples written "
         f"now{skipped}; {what}"

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from llamatap.states import DTYPES, States
 
-__all__ = ["Computed"]
+__all__ = ["Computed", "boot_id"]
 
 
 class Computed:
@@ -40,7 +40,7 @@ class Computed:
             "samples": [index for index, _ in batch],
             "shapes": [array.shape for array in arrays],
             "dtype": str(arrays[0].dtype),
-            "boot": _boot(),
+            "boot": boot_id(),
         }
         path = self._path(batch[0][0])
         scratch = path.with_name(f".{path.name}")
@@ -90,7 +90,7 @@ def _read(data: bytes) -> list[tuple[int, NDArray[Any]]]:
         dtype = DTYPES[head["dtype"]]
         ends = np.cumsum([int(np.prod(shape)) for shape in head["shapes"]])
         flat = np.frombuffer(rest, dtype)
-        if head["boot"] != _boot() or len(flat) != ends[-1]:
+        if head["boot"] != boot_id() or len(flat) != ends[-1]:
             return []
         parts = np.split(flat, ends[:-1])
         return [
@@ -101,9 +101,12 @@ def _read(data: bytes) -> list[tuple[int, NDArray[Any]]]:
         return []
 
 
-def _boot() -> str | None:
-    """Tells one start of the machine from another: of files of before a power failure parts may be zero."""
+def boot_id() -> str:
+    """Tells one start of the machine from another: of files of before a power failure parts may be zero.
+
+    Empty where the system does not tell.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     except OSError:
-        return None
+        return ""

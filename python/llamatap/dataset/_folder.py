@@ -71,16 +71,20 @@ class Folder:
 
     @contextlib.contextmanager
     def used(self, rank: int, world_size: int) -> Iterator[None]:
-        """Keep other runs out: all of them, or with several workers those of the same rank.
+        """Keep other runs out: all but workers of the same number of workers, and of another rank.
 
         :raises BusyError: another run is at it.
         :raises OSError: the folder cannot be made or written to.
         """
         self.work.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
-            alone = world_size == 1
-            stack.enter_context(self._locked("run.lock", fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
-            if not alone:
+            with self.settled():
+                # Workers of another number share the samples out otherwise.
+                for other in self.work.glob("world-*.lock"):
+                    if other.name != f"world-{world_size}.lock":
+                        with self._locked(other.name, fcntl.LOCK_EX):
+                            pass
+                stack.enter_context(self._locked(f"world-{world_size}.lock", fcntl.LOCK_SH))
                 stack.enter_context(self._locked(f"rank-{rank}.lock", fcntl.LOCK_EX))
             yield
 
@@ -104,9 +108,10 @@ class Folder:
         _locks.held(handle)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
-            # A run that was killed while it had this lock left them.
-            for leftover in self.path.glob(f".{MANIFEST}.*"):
-                shutil.rmtree(leftover, ignore_errors=True)
+            # A run that was killed while it had this lock left them: atomic_path's .NAME.XXXXXXXX
+            for folder in (self.path, self.work):
+                for leftover in folder.glob(".*.????????"):
+                    shutil.rmtree(leftover, ignore_errors=True)
             yield
         finally:
             _locks.let_go(handle)

@@ -36,6 +36,10 @@ from llamatap.states import dtype_name
 
 __all__ = ["Job", "Progress", "Report"]
 
+_SAMPLES = "samples_sha256"
+# Options of the context that the provenance tells of, and threads, which change no number.
+_TOLD_ELSEWHERE = ("flash_attn", "n_threads")
+
 #: Called with tokens that are there and tokens that there will be.
 Progress = Callable[[int, int], object]
 
@@ -108,7 +112,17 @@ class Job:
             "template_variables": dict(options.template_variables),
             "date": date,
             "batch_tokens": options.batch_tokens,
+            "context": {
+                key: value
+                for key, value in options.context.items()
+                if key not in facts and key not in _TOLD_ELSEWHERE
+            },
         }
+        if not self._made_with.get("model_sha256"):
+            raise InvalidInputError(
+                f"{model.path} is gone or was replaced since it was loaded, and a data set tells which file "
+                "it is of; load the model again"
+            )
         self._made_with = json.loads(json.dumps(self._made_with))
         self._check_same(manifest)
 
@@ -120,7 +134,7 @@ class Job:
         if not self.samples:
             row, reason = next(iter(self.skipped.items()))
             raise InvalidInputError(f"none of the {self.n_rows} rows can be used; row {row}: {reason}")
-        self._made_with["samples_sha256"] = self.samples.sha256()
+        self._made_with[_SAMPLES] = self.samples.sha256()
         self._check_same(manifest)
         self._layout = kind(self._folder.path, self.samples, self.columns, dtype, model.n_embd, facts)
         self._facts = facts
@@ -146,10 +160,12 @@ class Job:
         if manifest is None:
             return
         there = manifest["made_with"]
+        # The samples are known once they are prepared.
+        names = [name for name in {**there, **self._made_with} if name != _SAMPLES or name in self._made_with]
         differs = [
-            f"{name} is {there.get(name)!r} there and {value!r} here"
-            for name, value in self._made_with.items()
-            if there.get(name) != value
+            f"{name} is {there.get(name)!r} there and {self._made_with.get(name)!r} here"
+            for name in names
+            if there.get(name) != self._made_with.get(name)
         ]
         if differs:
             raise InvalidInputError(
@@ -169,8 +185,8 @@ class Job:
         if needed > free and self._status() != "complete":
             raise OSError(
                 errno.ENOSPC,
-                f"the data set needs {needed:,} bytes more, and {free:,} are free; free some, or take fewer "
-                "layers or samples",
+                f"the data set ({len(self.samples):,} samples, {self.samples.n_tokens:,} tokens) needs "
+                f"{needed:,} bytes more, and {free:,} are free; free some, or take fewer layers or samples",
                 str(self._folder.path),
             )
 
@@ -182,7 +198,7 @@ class Job:
         """Write the data set, or what is missing of it.
 
         :param progress: called with the tokens that are there and those that there will be (with several
-            workers, this one's), at the start and after each batch.
+            workers, this one's), at the start and after each batch; by the thread that writes.
         :raises InvalidInputError: ``on_error`` is "stop" and a sample's states are not finite.
         :raises BusyError: another run is writing to the folder.
         :raises OSError: it cannot be written, for want of room for example. What was written stays, and

@@ -15,6 +15,8 @@ __all__ = ["Masker"]
 
 # SentencePiece's blank (U+2581), in a vocabulary that has its bytes alone.
 _BLANK = [b"\xe2", b"\x96", b"\x81"]
+# Until which token the rest of a text is compared at once.
+_LATEST = 3
 
 
 class Masker:
@@ -114,6 +116,12 @@ class Masker:
         pieces = [self._piece(token) for token in tokens.tolist()]
         position = index = 0
         while index < len(tokens):
+            # Mostly the rest is its tokens as they stand, at the latest after BOS and a first word's blank.
+            if index < _LATEST and b"".join(pieces[index:]) == data[position:]:
+                lengths = np.array([len(piece) for piece in pieces[index:]], np.int64)
+                ends[index:] = position + np.cumsum(lengths)
+                begins[index:] = ends[index:] - lengths
+                break
             piece, count = pieces[index], 1
             begin = self._found(data, piece, position)
             if begin is None and self._is_added(tokens, index):

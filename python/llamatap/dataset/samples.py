@@ -178,6 +178,8 @@ class Preparer:
         """
         if isinstance(row, Error):
             raise row
+        if not isinstance(row, Mapping):
+            raise InvalidInputError(f"a row must be a mapping of columns, not {type(row).__name__}")
         tokens, mask = self._whole(row)
         limit = self._how.max_length
         truncated = len(tokens) > limit
@@ -188,14 +190,15 @@ class Preparer:
     def _whole(self, row: Mapping[str, Any]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         if row.get("input_ids") is not None:
             return self._of_ids(row["input_ids"], row.get("loss_mask"))
-        messages = row.get("messages", row.get("conversations"))
+        messages = row.get("messages")
+        if messages is None:
+            messages = row.get("conversations")
         if messages is not None:
             return self._of_messages(_messages(messages), row.get("tools"))
         text = row.get("text")
         if text is None:
-            raise InvalidInputError(
-                f"a row needs input_ids, messages, conversations or text; it has {', '.join(row) or 'none'}"
-            )
+            found = ", ".join(map(str, row)) or "none"
+            raise InvalidInputError(f"a row needs input_ids, messages, conversations or text; it has {found}")
         if not isinstance(text, str):
             raise InvalidInputError(f"text must be a string, not {type(text).__name__}")
         tokens = self._model.tokenize(text) if text else np.zeros(0, np.int32)

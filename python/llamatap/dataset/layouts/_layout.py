@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -82,6 +83,12 @@ class Layout(ABC):
         :raises OSError: it cannot be written.
         """
 
+    def sync(self) -> None:  # noqa: B027  not all have something to do
+        """Have what this process wrote survive a power failure, where that would not show in the files.
+
+        :raises OSError: it cannot be written.
+        """
+
     @abstractmethod
     def finish(self, lost: Sequence[int]) -> None:
         """Write what tells of all samples; may be called again after it was interrupted.
@@ -106,11 +113,12 @@ class FilePerSample(Layout):
         """
 
     def n_bytes(self) -> int:
-        return int(self._sizes().sum())
+        return int(self._sizes.sum())
 
     def n_bytes_there(self) -> int:
-        return int(self._sizes()[self.written()].sum())
+        return int(self._sizes[self.written()].sum())
 
+    @functools.cached_property
     def _sizes(self) -> NDArray[np.int64]:
         known: dict[tuple[int, int], int] = {}
         sizes = np.zeros(len(self.samples), np.int64)
@@ -135,7 +143,7 @@ class FilePerSample(Layout):
 
     def written(self) -> NDArray[np.bool_]:
         # A power failure can leave files of the wrong size, though not a kill.
-        sizes = self._sizes().tolist()
+        sizes = self._sizes.tolist()
         found = np.zeros(len(sizes), np.bool_)
         for index, size in enumerate(sizes):
             with contextlib.suppress(FileNotFoundError):

@@ -4,13 +4,15 @@
 dtype; NumPy has no bfloat16 of its own, so that one is written as uint16: ``numpy.load(..., mmap_mode="r")``
 and ``.view(ml_dtypes.bfloat16)``. ``tokens.npy`` [n_tokens] int32, ``loss_mask.npy`` [n_tokens] bool, and
 ``index.npy`` [n_samples, 3] int64: where a sample's rows begin, how many there are, and its row of the input.
-Rows that no sample of the index has are zero: their states were not finite.
+Rows that no sample of the index has are zero: their states were not finite. Until all is written the arrays
+are there in their full size, and zero where samples are missing.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamatap.cache import atomic_path
+from llamatap.dataset._computed import boot_id
 from llamatap.dataset.layouts._layout import Layout
 from llamatap.layers import LayerId
 from llamatap.states import DTYPES
 
 __all__ = ["NpyLayout"]
+
+# Marks of samples: written, which a power failure may undo, and on the disk.
+_WRITTEN, _SYNCED = 1, 2
+# Seconds between syncs.
+_INTERVAL = 30.0
 
 
 class NpyLayout(Layout):
@@ -35,6 +43,10 @@ class NpyLayout(Layout):
     def _marks(self) -> Path:
         # A byte a sample, set once it is written.
         return self.folder / ".llamatap" / "written"
+
+    @property
+    def _boot(self) -> Path:
+        return self.folder / ".llamatap" / "boot"
 
     def _path(self, layer: LayerId) -> Path:
         return self.folder / f"layer_{layer}.npy"
@@ -68,21 +80,46 @@ class NpyLayout(Layout):
                 file.flush()
                 # The room is taken now, or refused.
                 os.posix_fallocate(file.fileno(), 0, self._file_bytes())
-        if not self._marks.exists():
+        marks = self.written()
+        if not self._marks.exists() or self._booted():
             with atomic_path(self._marks) as scratch:
-                scratch.write_bytes(bytes(len(self.samples)))
+                scratch.write_bytes((marks * np.uint8(_SYNCED)).tobytes())
+            with atomic_path(self._boot) as scratch:
+                scratch.write_text(boot_id())
+        self._unsynced: list[int] = []
+        self._last_sync = time.monotonic()
+
+    def _booted(self) -> bool:
+        """Whether the machine was started again since the marks were begun."""
+        try:
+            return self._boot.read_text() != boot_id()
+        except FileNotFoundError:
+            return True
 
     def written(self) -> NDArray[np.bool_]:
         try:
-            return np.frombuffer(self._marks.read_bytes(), np.uint8).astype(np.bool_)
+            marks = np.frombuffer(self._marks.read_bytes(), np.uint8)
         except FileNotFoundError:
             return np.zeros(len(self.samples), np.bool_)
+        return marks >= (_SYNCED if self._booted() else _WRITTEN)
 
     def write(self, index: int, states: NDArray[Any]) -> None:
         start = len(self._header()) + int(self.samples.offsets[index]) * self.n_embd * self.item_bytes
         for column, layer in enumerate(self.columns):
             _write_at(self._path(layer), start, np.ascontiguousarray(states[:, column]).tobytes())
-        _write_at(self._marks, index, b"\x01")
+        _write_at(self._marks, index, bytes([_WRITTEN]))
+        self._unsynced.append(index)
+        if time.monotonic() - self._last_sync > _INTERVAL:
+            self.sync()
+
+    def sync(self) -> None:
+        for layer in self.columns:
+            with self._path(layer).open("rb") as file:
+                os.fsync(file.fileno())
+        for index in self._unsynced:
+            _write_at(self._marks, index, bytes([_SYNCED]))
+        self._unsynced.clear()
+        self._last_sync = time.monotonic()
 
     def finish(self, lost: Sequence[int]) -> None:
         tokens = np.concatenate([sample.tokens for sample in self.samples])
