@@ -75,6 +75,15 @@ def _hashed(file: Path, size: int, mtime_ns: int) -> str:
     return hash_file(file)
 
 
+def _index(path: Path) -> dict[str, Any]:
+    """What is remembered of files; nothing where it cannot be read."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def file_sha256(path: str | os.PathLike[str]) -> str:
     """The sha256 of a file, computed once and remembered by path, size and modification time.
 
@@ -84,17 +93,13 @@ def file_sha256(path: str | os.PathLike[str]) -> str:
     status = file.stat()
     known = [status.st_size, status.st_mtime_ns]
     index_file = cache_folder() / "sha256.json"
-    index: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        index = json.loads(index_file.read_text())
-    entry = index.get(str(file)) if isinstance(index, dict) else None
+    entry = _index(index_file).get(str(file))
     if isinstance(entry, list) and entry[:2] == known and len(entry) == 3:
         return str(entry[2])
     result = _hashed(file, *known)
     # A cache that cannot be written costs time, nothing else.
     with contextlib.suppress(OSError, ValueError):
-        with contextlib.suppress(OSError):
-            index = json.loads(index_file.read_text())
+        index = _index(index_file)
         index_file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(index_file) as scratch:
             scratch.write_text(json.dumps({**index, str(file): [*known, result]}, indent=0))

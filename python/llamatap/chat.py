@@ -22,7 +22,16 @@ GENERATION_START, GENERATION_END = "generation_start_", "generation_end_"
 
 
 # What foreign code in a sandbox may come to.
-_FAILURES = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError)
+_FAILURES = (
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    MemoryError,
+    RuntimeError,
+    SyntaxError,
+)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +123,69 @@ def test_samples_longer_than_the_context(tiny_model: lt.Model, tmp_path: Path) -
     job = dataset.Job(tiny_model, too_long, tmp_path / "o", Options(layers=[1]))
     assert job.samples.lengths.tolist() == [tiny_model.n_ctx_train]
     assert visible_files(tmp_path / "o") == []
+
+
+def test_a_stream_that_was_damaged(tmp_path: Path) -> None:
+    """Offsets that lead out of the file are found before they are followed."""
+    table = pyarrow.table({"text": ["hello"] * 300})
+    path = tmp_path / "x.arrow"
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "x.arrow"}]}')
+    assert len(list(dataset.read_rows(tmp_path))) == 300
+    data = bytearray(path.read_bytes())
+    offsets = data.find(np.arange(0, 25, 5, dtype="<i4").tobytes())
+    data[offsets + 4 * 10 + 3] = 0x7F
+    path.write_bytes(data)
+    with pytest.raises(lt.InvalidInputError, match=r"x\.arrow is no Arrow stream"):
+        list(dataset.read_rows(tmp_path))
+
+
+def test_columns_without_a_value(tiny_model: lt.Model, tmp_path: Path) -> None:
+    """Columns of other rows are null, or NaN as pandas has it."""
+    nothing = float("nan")
+    rows: list[dict[str, Any]] = [
+        {"input_ids": [5, 6], "loss_mask": None, "messages": None},
+        {"input_ids": [5, 6], "loss_mask": nothing, "text": nothing},
+    ]
+    report = dataset.write(tiny_model, rows, tmp_path / "o", Options(layers=[1]))
+    assert report.n_samples == 2
+    with pytest.raises(lt.InvalidInputError, match="needs input_ids, messages, conversations or text"):
+        dataset.write(tiny_model, [{"messages": nothing}], tmp_path / "p", Options(layers=[1]))
+
+
+def test_reasons_that_are_no_unicode(tiny_model: lt.Model, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"input_ids": [5, 6]}, {"\ud800": 1}]
+    report = dataset.write(tiny_model, rows, tmp_path / "o", Options(layers=[1]))
+    assert report.complete
+    (entry,) = map(json.loads, (tmp_path / "o" / "skipped.jsonl").read_text().splitlines())
+    assert entry == {"row": 1, "reason": report.skipped[1]}
+    assert "\ud800" in entry["reason"]
+
+
+@pytest.mark.parametrize("layout", ["speculators", "npy"])
+def test_a_folder_whose_files_were_removed(tiny_model: lt.Model, tmp_path: Path, layout: str) -> None:
+    """What was computed for another data set is not taken, though it is hidden in the folder still."""
+    folder = tmp_path / "o"
+    options: dict[str, Any] = {"layers": [1, 2], "layout": layout, "batch_tokens": 32}
+    rng = np.random.default_rng(3)
+    first, second = ([{"input_ids": rng.integers(3, 250, 10).tolist()} for _ in range(12)] for _ in range(2))
+
+    def progress(done: int, total: int) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        dataset.write(tiny_model, first, folder, Options(**options), progress=progress)
+    hidden = folder / ".llamatap"
+    assert [path for name in ("computed", "written") for path in hidden.glob(name)]
+    (hidden / "lost").mkdir()
+    (hidden / "lost" / "3").write_text("NaN")
+    for path in folder.iterdir():
+        if path.is_dir() and path != hidden:
+            shutil.rmtree(path)
+        elif path.is_file():
+            path.unlink()
+    assert dataset.write(tiny_model, second, folder, Options(**options)).n_written == 12
+    dataset.write(tiny_model, second, tmp_path / "calm", Options(**options))
+    assert_same(folder, tmp_path / "calm")

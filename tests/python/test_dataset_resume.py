@@ -257,7 +257,7 @@ def test_resume_of_another_model_or_input(tiny_model: lt.Model, tmp_path: Path) 
     changed = [*rows[:-1], {**rows[-1], "loss_mask": [1] * len(rows[-1]["input_ids"])}]
     with pytest.raises(lt.InvalidInputError, match="samples_sha256 is"):
         dataset.write(tiny_model, changed, tmp_path / "o", resumed)
-    with pytest.raises(lt.InvalidInputError, match="holds a data set already; resume it"):
+    with pytest.raises(lt.InvalidInputError, match="holds a data set already; go on"):
         dataset.write(tiny_model, rows, tmp_path / "o", options)
     report = dataset.write(tiny_model, rows, tmp_path / "o", resumed)
     assert report.complete

@@ -159,7 +159,7 @@ def test_rows_that_cannot_be_used(
     path = write_lines(tmp_path / "in.jsonl", rows)
     command = ["dataset", str(chat_path), str(path), "-o", str(tmp_path / "out"), "--layers", "1", "--quiet"]
     assert main(command) == 0
-    assert "20 rows left out" in capsys.readouterr().out
+    assert "20 left out (skipped.jsonl)" in capsys.readouterr().out
     skipped = [json.loads(line) for line in (tmp_path / "out" / "skipped.jsonl").read_text().splitlines()]
     assert [entry["row"] for entry in skipped] == list(range(1, 21))
     assert all(entry["reason"] for entry in skipped)
@@ -197,7 +197,25 @@ def test_bad_input(tiny_model: lt.Model, tmp_path: Path) -> None:
     refused(good, "unknown convention", convention="x")
     refused(good, "unknown layout", layout="x")
     refused(good, "dtype must be", dtype="int8")
-    refused(good, "rank must be in 0..1", rank=2, world_size=2)
+    refused(good, "rank 2 of 2 workers: ranks count from 0", rank=2, world_size=2)
+    wrong: list[tuple[str, Any]] = [
+        ("layout", []),
+        ("convention", 5),
+        ("template", b"x"),
+        ("date", 20260101),
+        ("template_variables", None),
+        ("template_variables", {"x": {1}}),
+        ("context", None),
+        ("context", {"n_thread": 1}),
+        ("max_length", 2.0),
+        ("batch_tokens", None),
+    ]
+    for name, value in wrong:
+        refused(good, name, **{name: value})
+    # Rows that are none, and columns without a value as pandas has them.
+    refused([5], "must be a mapping")
+    refused([{5: 6}], "it has 5")
+    refused([{"tools": "[" * 100_000, "messages": [{"role": "user", "content": "x"}]}], "JSON|template")
     refused(good, "on_error", on_error="x")
     refused(good, "YYYY-MM-DD", date="today")
     (tmp_path / "out").write_text("a file")

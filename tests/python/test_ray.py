@@ -160,7 +160,7 @@ def test_a_worker_that_always_dies(
     assert deaths.read_text() == "xx"
     there = {file.name: file.stat().st_ino for file in (tmp_path / "many" / "hidden_states").glob("hs_*")}
     assert 0 < len(there) < 60
-    with pytest.raises(lt.InvalidInputError, match="holds a data set already; resume it"):
+    with pytest.raises(lt.InvalidInputError, match="holds a data set already; go on"):
         write(tiny_path, rows, tmp_path / "many", options())
     # By one process or by several, as is convenient.
     report = dataset.write(tiny_model, rows, tmp_path / "many", options(resume=True))

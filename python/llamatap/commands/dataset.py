@@ -41,9 +41,18 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="how --layers counts (default: llamatap, which is vLLM's)",
     )
     # The names are those of llamatap.dataset.LAYOUTS, which takes long to import.
-    parser.add_argument("--layout", choices=("speculators", "specforge", "npy"), default="speculators")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--max-length", type=int, help="cut samples on the right to this many tokens")
+    parser.add_argument(
+        "--layout",
+        choices=("speculators", "specforge", "npy"),
+        default="speculators",
+        help="(default: speculators)",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(default: bfloat16)")
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        help="cut samples on the right to this many tokens (default: what the model was trained with)",
+    )
     parser.add_argument("--min-tokens", type=int, default=2, help="leave out shorter samples (default: 2)")
     parser.add_argument(
         "--min-loss-tokens",
@@ -56,10 +65,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--template-variables", metavar="JSON", help='for the chat template: {"enable_thinking": false}'
     )
     parser.add_argument("--date", metavar="YYYY-MM-DD", help="what chat templates take for today")
-    parser.add_argument("--on-error", choices=("skip", "stop"), default="skip", help="of samples that fail")
+    parser.add_argument("--on-error", choices=("skip", "stop"), default="skip", help="(default: skip)")
     parser.add_argument("--resume", action="store_true", help="go on with what the folder holds")
     parser.add_argument("--rank", type=int, default=0, help="which of the workers this is, from 0")
-    parser.add_argument("--world-size", type=int, default=1, help="workers that share the work")
+    parser.add_argument("--world-size", type=int, default=1, help="workers that share the work (default: 1)")
     parser.add_argument("--batch-tokens", type=int, default=512, help="computed at once (default: 512)")
     parser.add_argument("--n-threads", type=int, help="default: the processors")
     parser.add_argument("--dry-run", action="store_true", help="tell what would be written, and stop")
@@ -95,7 +104,11 @@ def run(arguments: argparse.Namespace) -> int:
         _announce(job, arguments.output)
         if arguments.dry_run:
             return 0
-        report = _run(job, quiet=arguments.quiet)
+        try:
+            report = _run(job, quiet=arguments.quiet)
+        except KeyboardInterrupt:
+            print("what was computed is kept; go on with --resume", file=sys.stderr)
+            raise
     return _tell(report, arguments.output)
 
 
@@ -104,7 +117,7 @@ def _variables(text: str | None) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"--template-variables is no JSON: {error}") from None
     if not isinstance(found, dict):
         raise InvalidInputError(f"--template-variables must be a JSON object, not {text}")
@@ -121,7 +134,7 @@ def _announce(job: Job, folder: Path) -> None:
     for row, reason in list(job.skipped.items())[:_TOLD]:
         print(f"left out: row {row}: {reason}", file=sys.stderr)
     if len(job.skipped) > _TOLD:
-        print(f"left out: {len(job.skipped) - _TOLD} rows more", file=sys.stderr)
+        print(f"left out: {len(job.skipped) - _TOLD} more", file=sys.stderr)
 
 
 def _run(job: Job, *, quiet: bool) -> Report:
@@ -146,7 +159,7 @@ def _run(job: Job, *, quiet: bool) -> Report:
 def _tell(report: Report, folder: Path) -> int:
     what = "complete" if report.complete else "this worker's part is done, others are at theirs"
     where = " (skipped.jsonl)" if report.complete else ""
-    skipped = f", {len(report.skipped)} rows left out{where}" if report.skipped else ""
+    skipped = f", {len(report.skipped)} left out{where}" if report.skipped else ""
     print(
         f"{folder}: {report.n_samples} samples, {report.n_tokens} tokens, {report.n_written} samples written "
         f"now{skipped}; {what}"

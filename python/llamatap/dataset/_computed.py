@@ -97,7 +97,7 @@ def _read(data: bytes) -> list[tuple[int, NDArray[Any]]]:
             (index, part.reshape(shape))
             for index, part, shape in zip(head["samples"], parts, head["shapes"], strict=True)
         ]
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return []
 
 

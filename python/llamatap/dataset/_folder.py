@@ -15,12 +15,14 @@ from llamatap import _locks
 from llamatap.cache import atomic_path
 from llamatap.errors import BusyError, InvalidInputError
 
-__all__ = ["MANIFEST", "SKIPPED", "Folder"]
+__all__ = ["MANIFEST", "SKIPPED", "STATUSES", "Folder"]
 
 #: What the data set is of, in its folder.
 MANIFEST = "llamatap.json"
 #: Rows of the input that are not in it, and why: a JSON object a line.
 SKIPPED = "skipped.jsonl"
+#: Of a data set: samples are missing, files are being put in order, all is there.
+STATUSES = ("writing", "finishing", "complete")
 # Locks, and reasons of samples without finite states, until all is written.
 _WORK = ".llamatap"
 
@@ -48,9 +50,13 @@ class Folder:
                     f"{self.path} is not empty and holds no {MANIFEST}: give another folder"
                 ) from None
             return None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidInputError(f"{self.path / MANIFEST} cannot be read: {error}") from error
-        if not isinstance(found, dict) or not isinstance(found.get("made_with"), dict):
+        if (
+            not isinstance(found, dict)
+            or not isinstance(found.get("made_with"), dict)
+            or found.get("status") not in STATUSES
+        ):
             raise InvalidInputError(f"{self.path / MANIFEST} is not of a data set of llamatap")
         return found
 
@@ -65,7 +71,11 @@ class Folder:
         :param skipped: the reason of each row.
         :raises OSError: it cannot be written.
         """
-        with atomic_path(self.path / SKIPPED) as scratch, scratch.open("w", encoding="utf-8") as file:
+        # What backslashes stand for in place of half a surrogate pair is JSON, too.
+        with (
+            atomic_path(self.path / SKIPPED) as scratch,
+            scratch.open("w", encoding="utf-8", errors="backslashreplace") as file,
+        ):
             for row in sorted(skipped):
                 file.write(json.dumps({"row": row, "reason": skipped[row]}, ensure_ascii=False) + "\n")
 
@@ -116,6 +126,14 @@ class Folder:
         finally:
             _locks.let_go(handle)
 
+    def forget(self) -> None:
+        """Remove what is there while a data set is written, but for locks."""
+        for entry in self.work.iterdir():
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            elif entry.suffix != ".lock":
+                entry.unlink()
+
     def lose(self, index: int, reason: str) -> None:
         """Remember that a sample has no finite states.
 
@@ -124,14 +142,14 @@ class Folder:
         folder = self.work / "lost"
         folder.mkdir(exist_ok=True)
         with atomic_path(folder / str(index)) as scratch:
-            scratch.write_text(reason, "utf-8")
+            scratch.write_text(reason, "utf-8", "backslashreplace")
 
     def lost(self) -> dict[int, str]:
         """The samples without finite states, and why."""
         found = {}
         for path in (self.work / "lost").glob("*"):
             if path.name.isdecimal():
-                found[int(path.name)] = path.read_text("utf-8")
+                found[int(path.name)] = path.read_text("utf-8", "replace")
         return dict(sorted(found.items()))
 
     def free_bytes(self) -> tuple[int, int]:

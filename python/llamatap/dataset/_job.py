@@ -97,7 +97,9 @@ class Job:
         dtype = dtype_name(options.dtype)
         manifest = self._folder.manifest()
         if manifest is not None and not options.resume and options.world_size == 1:
-            raise InvalidInputError(f"{folder} holds a data set already; resume it, or give another folder")
+            raise InvalidInputError(
+                f"{folder} holds a data set already; go on with it (resume, --resume), or give another folder"
+            )
         today = datetime.date.today().isoformat()
         date = options.date or (manifest or {}).get("made_with", {}).get("date") or today
         how = preparation(model, options, date)
@@ -169,8 +171,8 @@ class Job:
         ]
         if differs:
             raise InvalidInputError(
-                f"{self._folder.path} holds a data set of another kind: {'; '.join(differs)}. Give the same, "
-                "or another folder"
+                f"{self._folder.path} holds a data set of another kind: {'; '.join(differs)}. Give the same "
+                "(samples_sha256 is of token ids and loss masks), or another folder"
             )
 
     def _check_room(self) -> None:
@@ -210,6 +212,8 @@ class Job:
             with self._folder.settled():
                 manifest = self._folder.manifest()
                 if manifest is None:
+                    # Of another data set, whose files were removed.
+                    self._folder.forget()
                     self._write_manifest("writing")
                 self._check_same(manifest)
                 writing = self._status() == "writing"

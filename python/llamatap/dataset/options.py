@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from llamatap._check import flag, integer
+from llamatap._check import flag, instance, integer
+from llamatap.context import ContextOptions
 from llamatap.errors import InvalidInputError
 from llamatap.layers import LayerId
 from llamatap.states import dtype_name
@@ -61,17 +63,38 @@ class Options:
 
     def __post_init__(self) -> None:
         dtype_name(self.dtype)
+        for name in ("convention", "layout"):
+            instance(name, getattr(self, name), str)
+        for name in ("template", "date"):
+            if getattr(self, name) is not None:
+                instance(name, getattr(self, name), str)
+        for name in ("template_variables", "context"):
+            instance(name, getattr(self, name), Mapping)
+            try:
+                json.dumps(dict(getattr(self, name)))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise InvalidInputError(f"{name} must hold what JSON has: {error}") from None
+        unknown = [name for name in self.context if name not in ContextOptions.__annotations__]
+        if unknown:
+            known = ", ".join(ContextOptions.__annotations__)
+            raise InvalidInputError(f"context has no {', '.join(map(str, unknown))}; it takes {known}")
         for name, low in (
+            ("max_length", 1),
             ("min_tokens", 1),
             ("min_loss_tokens", 0),
+            ("rank", 0),
             ("world_size", 1),
             ("batch_tokens", 1),
             ("queue", 1),
         ):
-            integer(name, getattr(self, name), low)
-        if self.max_length is not None:
-            integer("max_length", self.max_length, 1)
-        integer("rank", self.rank, 0, self.world_size - 1)
+            value = getattr(self, name)
+            if value is not None or name != "max_length":
+                # NumPy's integers become Python's, which JSON has.
+                object.__setattr__(self, name, integer(name, value, low))
+        if self.rank >= self.world_size:
+            raise InvalidInputError(
+                f"rank {self.rank} of {self.world_size} workers: ranks count from 0; give world_size"
+            )
         flag("resume", self.resume)
         if self.on_error not in ("skip", "stop"):
             raise InvalidInputError(f"on_error must be 'skip' or 'stop', not {self.on_error!r}")

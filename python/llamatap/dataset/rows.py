@@ -42,7 +42,11 @@ def read_rows(path: Path) -> Iterator[Row]:
         raise InvalidInputError(
             f"{path} holds splits ({', '.join(splits) or 'none'}): give the folder of one of them"
         )
-    files = sorted(file for file in path.iterdir() if file.suffix in _READERS)
+    files = sorted(
+        file
+        for file in path.iterdir()
+        if file.suffix in _READERS and file.is_file() and not file.name.startswith(".")
+    )
     if not files:
         raise InvalidInputError(
             f"{path} holds no {', '.join(_READERS)} files, and is no folder of Dataset.save_to_disk"
@@ -98,7 +102,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
             chosen = [name for name in COLUMNS if name in file.schema_arrow.names]
             for batch in file.iter_batches(batch_size=256, columns=chosen):
                 yield from _without_nulls(batch)
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowException, ValueError) as error:
         raise InvalidInputError(f"{path} is no Parquet file: {error}") from error
 
 
@@ -108,7 +112,7 @@ def _saved_rows(folder: Path) -> Iterator[Row]:
     try:
         state = json.loads((folder / "state.json").read_text("utf-8"))
         files = [folder / entry["filename"] for entry in state["_data_files"]]
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise InvalidInputError(f"{folder / 'state.json'} names no data files: {error!r}") from error
     for file in files:
         yield from _arrow_rows(pyarrow, file)
@@ -120,12 +124,16 @@ def _arrow_rows(pyarrow: Any, path: Path) -> Iterator[Row]:
             for batch in stream:
                 chosen = [name for name in COLUMNS if name in batch.schema.names]
                 yield from _without_nulls(batch.select(chosen))
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowException, ValueError) as error:
         raise InvalidInputError(f"{path} is no Arrow stream: {error}") from error
 
 
 def _without_nulls(batch: pyarrow.RecordBatch) -> Iterable[Row]:
-    """A batch's rows; templates ask whether a field is there, and columns fill in those that are not."""
+    """A batch's rows; templates ask whether a field is there, and columns fill in those that are not.
+
+    :raises ValueError: the batch holds what cannot be, offsets outside of its buffers for example.
+    """
+    batch.validate(full=True)
     for start in range(0, batch.num_rows, 64):
         for row in batch.slice(start, 64).to_pylist():
             found: dict[str, Any] = _dropped(row)

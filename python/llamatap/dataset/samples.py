@@ -188,14 +188,13 @@ class Preparer:
         return tokens, mask, truncated
 
     def _whole(self, row: Mapping[str, Any]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        if row.get("input_ids") is not None:
-            return self._of_ids(row["input_ids"], row.get("loss_mask"))
-        messages = row.get("messages")
-        if messages is None:
-            messages = row.get("conversations")
+        given = {name: value for name, value in row.items() if not _is_missing(value)}
+        if "input_ids" in given:
+            return self._of_ids(given["input_ids"], given.get("loss_mask"))
+        messages = given.get("messages", given.get("conversations"))
         if messages is not None:
-            return self._of_messages(_messages(messages), row.get("tools"))
-        text = row.get("text")
+            return self._of_messages(_messages(messages), given.get("tools"))
+        text = given.get("text")
         if text is None:
             found = ", ".join(map(str, row)) or "none"
             raise InvalidInputError(f"a row needs input_ids, messages, conversations or text; it has {found}")
@@ -243,6 +242,11 @@ class Preparer:
         return self._masker.mask(text, assistant_turns(render, messages, text))
 
 
+def _is_missing(value: Any) -> bool:
+    """Whether a row has nothing in a column: pandas, and with it Ray Data, has NaN there."""
+    return value is None or (isinstance(value, float) and value != value)
+
+
 def _parse_date(text: str) -> Any:
     import datetime
 
@@ -270,5 +274,5 @@ def _messages(value: Any) -> list[Mapping[str, Any]]:
 def _tools(value: Any) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"tools is no JSON: {error}") from None

@@ -44,7 +44,8 @@ def write_dataset(folder: Path, samples: Iterable[Sample], fingerprint: str) -> 
     )
     with (
         atomic_path(folder / _FILE) as scratch,
-        pyarrow.OSFile(str(scratch), "wb") as file,
+        # A file of Python's takes any name.
+        scratch.open("wb") as file,
         pyarrow.ipc.new_stream(file, schema) as stream,
     ):
         for batch in _batches(samples, 1000):

@@ -101,6 +101,8 @@ class NpyLayout(Layout):
             marks = np.frombuffer(self._marks.read_bytes(), np.uint8)
         except FileNotFoundError:
             return np.zeros(len(self.samples), np.bool_)
+        if len(marks) != len(self.samples):
+            return np.zeros(len(self.samples), np.bool_)
         return marks >= (_SYNCED if self._booted() else _WRITTEN)
 
     def write(self, index: int, states: NDArray[Any]) -> None:
