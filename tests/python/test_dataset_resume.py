@@ -266,6 +266,16 @@ def test_resume_of_another_model_or_input(tiny_model: lt.Model, tmp_path: Path) 
     assert_same(tmp_path / "o", tmp_path / "calm")
     # There is nothing left to do.
     assert dataset.write(tiny_model, rows, tmp_path / "o", resumed).n_written == 0
+    # Files that were removed or cut since are written again.
+    states = tmp_path / "o" / "hidden_states"
+    (states / "hs_3.safetensors").unlink()
+    os.truncate(states / "hs_7.safetensors", 100)
+    (tmp_path / "o" / "state.json").unlink()
+    assert dataset.write(tiny_model, rows, tmp_path / "o", resumed).n_written == 2
+    assert_same(tmp_path / "o", tmp_path / "calm")
+    (tmp_path / "o" / "llamatap.json").write_text('{"status": "x", "made_with": {}}')
+    with pytest.raises(lt.InvalidInputError, match=r"llamatap\.json is not of a data set"):
+        dataset.write(tiny_model, rows, tmp_path / "o", resumed)
 
 
 def test_a_file_cut_short_is_written_again(tiny_model: lt.Model, tmp_path: Path) -> None:

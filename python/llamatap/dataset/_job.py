@@ -216,6 +216,8 @@ class Job:
                     self._folder.forget()
                     self._write_manifest("writing")
                 self._check_same(manifest)
+                if manifest is not None and options.resume:
+                    self._look_again(manifest)
                 writing = self._status() == "writing"
                 if writing:
                     work = self._work()
@@ -224,6 +226,12 @@ class Job:
                 n_written += self._fill(work, progress or (lambda done, total: None))
             with self._folder.settled():
                 return self._finish(n_written)
+
+    def _look_again(self, manifest: Mapping[str, Any]) -> None:
+        """A data set that was complete may have lost files since. (Where samples had no finite states files
+        were moved, and what is missing cannot be told.)"""
+        if manifest["status"] == "complete" and manifest.get("n_samples") == len(self.samples):
+            self._write_manifest("finishing" if self._layout.written().all() else "writing")
 
     def _work(self) -> Work:
         """What this worker computes; the layout is open for it."""
