@@ -11,6 +11,7 @@ from typing import Any
 
 from llamatap.connectors.base import Connector, Stored
 from llamatap.connectors.callback import CallbackConnector
+from llamatap.connectors.collector import Collector
 from llamatap.connectors.dlpack import DLPackArray
 from llamatap.connectors.files import FileConnector
 from llamatap.connectors.shared_memory import SharedMemoryConnector
@@ -18,6 +19,7 @@ from llamatap.errors import InvalidInputError
 
 __all__ = [
     "CallbackConnector",
+    "Collector",
     "Connector",
     "DLPackArray",
     "FileConnector",

@@ -31,8 +31,8 @@ class DLPackArray:
     What it gives may be written to, which reaches all that share the memory: of what a connector reads no
     other process, and no other reading.
 
-    :param array: such as what a connector reads: bfloat16, or what NumPy exports; of read-only ones only those
-        whose memory may be written to. The memory lives as long as what is made of it.
+    :param array: such as what a connector reads: bfloat16, or what NumPy exports; of read-only ones only
+        those whose memory may be written to. The memory lives as long as what is made of it.
     :raises InvalidInputError: it is no array, or its memory may not be written to.
     """
 

@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 from llamatap._check import flag, instance, integer
 from llamatap.errors import InvalidInputError
 from llamatap.generation import Generation, whole_states
-from llamatap.layers import LayerId
+from llamatap.layers import LayerId, normalize
 from llamatap.states import DTYPES, States, dtype_name
 
 __all__ = ["DataBuffer", "Sample"]
@@ -78,6 +78,7 @@ class DataBuffer:
         hidden_states: Iterable[Any] | None = None,
         *,
         layers: Sequence[LayerId] | None = None,
+        n_layer: int | None = None,
     ) -> None:
         """Keep copies of the samples of a batch: of all of them, or of none when it raises.
 
@@ -90,8 +91,11 @@ class DataBuffer:
             ``(n, n_layers, n_embd)``, of its tokens with or without the padding. ``(n_embd,)`` is one row;
             leading dimensions of 1 are dropped where there is more than one token, and so is that of a
             single layer.
-        :param layers: which layers they are of, in order.
-        :raises InvalidInputError: the batch is none, or states do not fit their tokens.
+        :param layers: which layers they are of, in order, the last of which is the one to predict: ``"norm"``
+            or H_n. None where it is not known; the last one is predicted then, whatever it is.
+        :param n_layer: the blocks of the model, for layers that count from the end, and for H_n.
+        :raises InvalidInputError: the batch is none, states do not fit their tokens, or the last of the
+            layers is neither ``"norm"`` nor H_n.
         """
         if not isinstance(batch, Mapping) or batch.get("input_ids") is None:
             raise InvalidInputError("a batch must be a dict with 'input_ids'")
@@ -103,7 +107,7 @@ class DataBuffer:
                 f"hidden_states must have an entry for each of the {len(texts)} samples, None where they are "
                 f"missing; found {len(states)}"
             )
-        named = None if layers is None else tuple(layers)
+        named = None if layers is None else _checked_layers(layers, n_layer)
         found = []
         for i, text in enumerate(texts):
             tokens = _tokens(f"input_ids of sample {i}", text)
@@ -131,7 +135,8 @@ class DataBuffer:
             neither ``"norm"`` nor H_n.
         """
         instance("generation", generation, Generation)
-        self.add_states(*whole_states(generation))
+        # Which is a copy already.
+        self._add(*whole_states(generation, self._dtype), copy=False)
 
     def add_states(self, states: States, loss_mask: Any = None) -> None:
         """Keep what a forward pass gave, :func:`llamatap.extract` of a whole text with ``layers``, the last
@@ -144,16 +149,14 @@ class DataBuffer:
         instance("states", states, States)
         if states.array.ndim != 3:
             raise InvalidInputError("states must have a row for each token; extract without pool=")
-        target = states.layers[-1]
-        if target not in ("norm", states._n_layer):
-            raise InvalidInputError(
-                "the last of layers= is the one that a drafter learns to predict: 'norm', which the output "
-                f"head reads, or -1 (H_n) for trainers that norm it themselves; found {list(states.layers)}"
-            )
+        self._add(states, loss_mask)
+
+    def _add(self, states: States, loss_mask: Any, copy: bool = True) -> None:
+        layers = _checked_layers(states.layers, states._n_layer)
         tokens = _tokens("tokens", states.tokens)
         loss = _mask("loss_mask", loss_mask, len(tokens))
-        rows = _rows("states", states.array, np.ones(len(tokens), bool), self._dtype)
-        self._append([(tokens, loss, rows)], states.layers)
+        rows = _rows("states", states.array, np.ones(len(tokens), bool), self._dtype, copy)
+        self._append([(tokens, loss, rows)], layers)
 
     def _append(
         self,
@@ -216,6 +219,22 @@ class DataBuffer:
 
 #: What a batch may have besides its input_ids.
 _COLUMNS = ("attention_mask", "loss_mask", "responses", "prompts")
+
+
+def _checked_layers(layers: Sequence[LayerId], n_layer: int | None) -> tuple[LayerId, ...]:
+    """Layers as those of States, the last of which can be predicted."""
+    if n_layer is not None:
+        found = normalize(layers, integer("n_layer", n_layer, 1))
+    else:
+        what = "without n_layer= an id of layers="
+        found = tuple(one if one == "norm" else integer(what, one, 0) for one in layers)
+    if found[-1:] not in (("norm",), (n_layer,)):
+        how = "" if n_layer is not None else ", with n_layer="
+        raise InvalidInputError(
+            "the last of layers= is the one that a drafter learns to predict: 'norm', which the output head "
+            f"reads, or -1 (H_n{how}) for trainers that norm it themselves; found {list(layers)}"
+        )
+    return found
 
 
 def _array(value: Any) -> NDArray[Any]:
@@ -287,8 +306,10 @@ def _loss_mask(i: int, entries: Mapping[str, Any], n: int) -> NDArray[np.float32
     return mask
 
 
-def _rows(name: str, value: Any, kept: NDArray[np.bool_], dtype: np.dtype[Any] | None) -> NDArray[Any] | None:
-    """A copy of states, ``(n, n_embd)`` or ``(n, n_layers, n_embd)``, of the tokens that are kept."""
+def _rows(
+    name: str, value: Any, kept: NDArray[np.bool_], dtype: np.dtype[Any] | None, copy: bool = True
+) -> NDArray[Any] | None:
+    """States, ``(n, n_embd)`` or ``(n, n_layers, n_embd)``, of the tokens that are kept."""
     array = np.asarray(value, np.float32) if isinstance(value, (list, tuple)) else _array(value)
     dtype_name(array.dtype, name)
     if array.size == 0:
@@ -309,4 +330,4 @@ def _rows(name: str, value: Any, kept: NDArray[np.bool_], dtype: np.dtype[Any] |
         )
     if len(array) != n:
         array = array[kept]
-    return array.astype(array.dtype if dtype is None else dtype, order="C")
+    return array.astype(array.dtype if dtype is None else dtype, order="C", copy=copy)
