@@ -269,6 +269,7 @@ def test_the_memory_has_a_bound(name: str) -> None:
     connector.delete(second["handle"])
     check(connector.get_generated(connector.put(states(4))), 4)
     assert first["handle"].endswith("hs_0.safetensors")
+    assert SharedMemoryConnector(name, max_bytes=2**40).max_bytes == 2**40
     for wrong in (0, -1, 1.5, "1G"):
         with pytest.raises(lt.InvalidInputError, match="max_bytes must be"):
             SharedMemoryConnector(name, max_bytes=wrong)  # type: ignore[arg-type]

@@ -106,7 +106,10 @@ print(connector.max_bytes, connector.get_cached(1)["token_ids"].tolist())
 
 def test_loaders_workers_have_it(name: str, tmp_path: Path) -> None:
     """Those that are spawned, as speculators' are; what they put is theirs, and goes with them."""
-    connectors: list[Any] = [SharedMemoryConnector(name, max_bytes=98765), FileConnector(tmp_path / "states")]
+    connectors: list[Any] = [
+        SharedMemoryConnector(name, max_bytes=98765432100),
+        FileConnector(tmp_path / "states"),
+    ]
     for connector in connectors:
         connector.put(states(1), index=0)
     given = [pickle.dumps(connector).hex() for connector in connectors]
@@ -117,7 +120,7 @@ def test_loaders_workers_have_it(name: str, tmp_path: Path) -> None:
         check=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    assert found.stdout == "98765 [2, 3, 4, 5, 6]\n"
+    assert found.stdout == "98765432100 [2, 3, 4, 5, 6]\n"
     assert connectors[0].get_cached(1) is None
     for connector, one in zip(connectors, given, strict=True):
         check(pickle.loads(bytes.fromhex(one)).get_cached(0), 1)

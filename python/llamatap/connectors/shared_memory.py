@@ -53,7 +53,7 @@ class SharedMemoryConnector(FileConnector):
         if not isinstance(name, str) or not name.replace("-", "").replace("_", "").isalnum():
             raise InvalidInputError(f"name must be letters, digits, - and _, not {name!r}")
         if max_bytes is not None:
-            integer("max_bytes", max_bytes, 1)
+            integer("max_bytes", max_bytes, 1, 2**63 - 1)
         shared = Path("/dev/shm")
         base = (shared if shared.is_dir() else Path(tempfile.gettempdir())) / f"llamatap-{os.getuid()}"
         for folder in (base, base / name):
