@@ -23,7 +23,7 @@ __all__ = ["DataBuffer", "Sample"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """A text to train on.
+    """A text to train on, with its states; :class:`llamatap.dataset.samples.Sample` has none yet.
 
     :ivar input_ids: int64 ``(n,)``.
     :ivar loss_mask: float32 ``(n,)``: 1 for tokens that are to be learnt (those of a response), else 0.
@@ -47,7 +47,8 @@ class DataBuffer:
     """Samples of several steps, the oldest of which make room for new ones. Any thread may add while others
     read.
 
-    :param max_size: how many samples are kept over the steps.
+    :param max_size: how many samples are kept over the steps; it alone bounds the memory, of n_layers *
+        n_embd values a token.
     :param store_hidden_states: keep states over the steps; otherwise only those of the current step's samples
         (:attr:`collected_data`) are kept, and of earlier ones the tokens alone.
     :param current_size: how many samples of the current step are kept in :attr:`collected_data`.

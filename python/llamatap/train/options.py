@@ -16,7 +16,9 @@ __all__ = ["TrainOptions"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """How much is kept, when training runs, and on what.
+    """How much is kept, when training runs, and on what. The defaults are those of verl's co-training, by
+    which the samples of eight steps in ten are never trained on: for all of them, ``buffer_steps`` must be
+    ``training_interval_steps``.
 
     :ivar data_buffer_max_size: samples that are kept over the steps.
     :ivar buffer_max_samples: samples of the current step that are kept.
