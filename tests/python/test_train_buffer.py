@@ -53,6 +53,35 @@ def test_the_oldest_make_room() -> None:
     assert repr(buffer) == "DataBuffer(5 of 5 samples, step 3)"
 
 
+@pytest.mark.parametrize("current_size", [2, 2000])
+@pytest.mark.parametrize("store", [True, False])
+def test_the_oldest_make_room_for_bytes(store: bool, current_size: int) -> None:
+    """Of 3 x 2 bfloat16: 12 bytes a sample. Room for three and a half; those without states take none."""
+    options = TrainOptions(
+        data_buffer_max_bytes=42, store_hidden_states=store, buffer_max_samples=current_size
+    )
+    buffer = options.buffer()
+    for k in range(4):
+        buffer.add_batch(text(k), [states([1, 2, 3])])
+    buffer.add_batch(text(9), None)
+    current = [1, 2, 3, 9] if current_size == 2000 else [3, 9]
+    # Tokens alone stay where states are not kept over the steps.
+    assert keys(buffer.get_all_data()) == ([1, 2, 3, 9] if store else [0, 1, 2, 3, 9])
+    assert keys(buffer.collected_data) == current
+    buffer.increment_step()
+    buffer.add_batch({"input_ids": [[4] * 3, [5] * 3]}, [states([1, 2, 3])] * 2)
+    assert keys(buffer.collected_data) == [4, 5]
+    assert keys(buffer.get_all_data())[-4:] == [3, 9, 4, 5]
+    assert buffer.get_data_count() == (4 if store else 7)
+    # One that is too large alone is the only one.
+    buffer.add_batch(text(6, 30), [states([1] * 30)])
+    assert keys(buffer.collected_data) == [6]
+    assert buffer.get_data_count() == (1 if store else 8)
+    for wrong in (0, 1.5, "1G"):
+        with pytest.raises(lt.InvalidInputError, match="max_bytes must be"):
+            DataBuffer(max_bytes=wrong)  # type: ignore[arg-type]
+
+
 def test_states_may_be_kept_for_the_current_step_alone() -> None:
     buffer = DataBuffer(store_hidden_states=False)
     buffer.add_batch(text(1), [states([1, 1, 1])])
@@ -370,6 +399,7 @@ def test_numpy_is_enough() -> None:
         {"buffer_steps": 0},
         {"training_interval_steps": 0},
         {"data_buffer_max_size": 0},
+        {"data_buffer_max_bytes": 0},
         {"buffer_max_samples": 1.5},
         {"max_len": 1},
         {"dtype": "int8"},

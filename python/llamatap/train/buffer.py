@@ -47,12 +47,13 @@ class DataBuffer:
     """Samples of several steps, the oldest of which make room for new ones. Any thread may add while others
     read.
 
-    :param max_size: how many samples are kept over the steps; it alone bounds the memory, of n_layers *
-        n_embd values a token.
+    :param max_size: how many samples are kept over the steps.
     :param store_hidden_states: keep states over the steps; otherwise only those of the current step's samples
         (:attr:`collected_data`) are kept, and of earlier ones the tokens alone.
     :param current_size: how many samples of the current step are kept in :attr:`collected_data`.
     :param dtype: what states are converted to, "bfloat16" for half of the memory; None keeps them.
+    :param max_bytes: how much memory states take, n_layers * n_embd values a token; beyond it the oldest
+        samples make room, but the newest one stays, whatever it takes. None for no bound.
     :raises InvalidInputError: an argument is wrong.
     """
 
@@ -63,11 +64,13 @@ class DataBuffer:
         *,
         current_size: int = 2000,
         dtype: DTypeLike | str | None = None,
+        max_bytes: int | None = None,
     ) -> None:
         self.max_size = integer("max_size", max_size, 1)
         self.store_hidden_states = flag("store_hidden_states", store_hidden_states)
         self.current_size = integer("current_size", current_size, 1)
         self._dtype = None if dtype is None else DTYPES[dtype_name(dtype)]
+        self.max_bytes = None if max_bytes is None else integer("max_bytes", max_bytes, 1, 2**63 - 1)
         self._samples: deque[Sample] = deque(maxlen=self.max_size)
         self._current: deque[Sample] = deque(maxlen=self.current_size)
         self._step = 0
@@ -177,6 +180,20 @@ class DataBuffer:
                 if not self.store_hidden_states:
                     sample = Sample(ids, loss, None, layers, step, True)
                 self._samples.append(sample)
+            if self.max_bytes is not None:
+                self._make_room(self.max_bytes)
+
+    def _make_room(self, max_bytes: int) -> None:
+        held = self._samples if self.store_hidden_states else self._current
+        sizes = [0 if one.hidden_states is None else one.hidden_states.nbytes for one in held]
+        taken = sum(sizes)
+        for size in sizes[:-1]:
+            if taken <= max_bytes:
+                return
+            taken -= size
+            oldest = held.popleft()
+            if self._current and self._current[0] is oldest:
+                self._current.popleft()
 
     def get_all_data(self) -> list[Sample]:
         """All samples that are kept, oldest first."""
