@@ -35,7 +35,8 @@ class SharedMemoryConnector(FileConnector):
     without a copy. A sample's memory is free when it was deleted and the last array of it is gone.
 
     A sample lives no longer than the process that put it, which removes what is left of its own as it exits.
-    What killed ones have left is removed by the next connector of the same name, one that only reads, too.
+    What those have left that were killed, or end by ``os._exit`` (multiprocessing's forked ones do), is
+    removed by the next connector of the same name, one that only reads, too.
 
     :param name: the same for those who write and those who read.
     :param max_bytes: the most that all samples of that name which are there to be read take together; one
@@ -72,7 +73,7 @@ class SharedMemoryConnector(FileConnector):
         return functools.partial(type(self), max_bytes=self.max_bytes), (self.folder.name,)
 
     def setup(self) -> None:
-        """Remove what processes left that were killed."""
+        """Remove what processes left that are dead."""
         _remove_leftovers(self.folder)
 
     def _write(self, path: Path, tensors: Stored, states: States) -> None:
