@@ -101,7 +101,7 @@ test-peers: $(VENV)/.installed .venv-speculators/.installed .venv-specforge/.ins
 
 test-train: .venv-train/.installed
 	.venv-train/bin/python -m pip install --no-build-isolation .
-	.venv-train/bin/python -m pytest tests/python/test_train_*.py tests/python/test_connectors.py tests/python/test_dataset_layouts.py tests/python/test_dataset_saved.py
+	.venv-train/bin/python -m pytest tests/python/test_train_*.py tests/python/test_connectors*.py tests/python/test_dataset_layouts.py tests/python/test_dataset_saved.py
 
 # Workers of Ray, two of them on this machine.
 .venv-ray/.installed: | python

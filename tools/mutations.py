@@ -370,6 +370,27 @@ MUTATIONS = [
         "tests/python/test_connectors.py -k bound",
     ),
     Mutation(
+        "a living writer's sample goes with a dead one's",
+        "python/llamatap/connectors/shared_memory.py",
+        "        fcntl.flock(handle, fcntl.LOCK_EX)\n        yield\n",
+        "        yield\n",
+        "tests/python/test_connectors_lifetime.py -k living",
+    ),
+    Mutation(
+        "bfloat16 goes out as integers",
+        "python/llamatap/connectors/dlpack.py",
+        "_BFLOAT = 4",
+        "_BFLOAT = 1",
+        "tests/python/test_connectors_dlpack.py",
+    ),
+    Mutation(
+        "a sample without room ends the generation",
+        "python/llamatap/connectors/collector.py",
+        "if error.errno not in _FULL:",
+        "if error.errno in _FULL:",
+        "tests/python/test_connectors_collector.py -k texts",
+    ),
+    Mutation(
         "the end of a long response is cut off",
         "python/llamatap/train/batch.py",
         "        start = end - length\n",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,10 +124,13 @@ class Generation:
     stats: Stats
 
 
-def whole_states(generation: Generation) -> tuple[States, NDArray[np.float32]]:
+def whole_states(
+    generation: Generation, dtype: np.dtype[Any] | None = None
+) -> tuple[States, NDArray[np.float32]]:
     """The states of a text in one piece, of its prompt (where they were asked for) and of what was generated.
 
-    :returns: the states, float32 ``(n, n_layers, n_embd)``, and for each of their tokens 1 where it was
+    :param dtype: what the states are converted to; None keeps them.
+    :returns: a copy of the states, ``(n, n_layers, n_embd)``, and for each of their tokens 1 where it was
         generated, else 0: float32 ``(n,)``.
     :raises InvalidInputError: the generation has no state of each generated token.
     """
@@ -137,7 +140,7 @@ def whole_states(generation: Generation) -> tuple[States, NDArray[np.float32]]:
             "there is no state of each generated token; generate with states='full' (and prompt_states=True)"
         )
     parts = [one for one in (generation.prompt_states, states) if one is not None]
-    array = np.concatenate([one.array for one in parts])
+    array = np.concatenate([one.array for one in parts], dtype=dtype, casting="unsafe")
     tokens = np.concatenate([one.tokens for one in parts])
     array.flags.writeable = tokens.flags.writeable = False
     whole = States(array, tokens, states.layers, n_layer=states._n_layer, source=states._source)

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 
 from conftest import relative
 from test_serve_load import FLAGS, served
 from tiny import TinyLlama
+from verifier import write_verifier
 
 from reference import decoder
 
@@ -41,50 +41,13 @@ def work(tiny: TinyLlama, tmp_path: Path) -> Path:
     rng = np.random.default_rng(3)
     rows = [rng.integers(3, tiny.n_vocab, length).tolist() for length in rng.integers(3, 120, 32).tolist()]
     work = tmp_path / "work"
-    (work / "verifier").mkdir(parents=True)
+    work.mkdir()
     (work / "prompts.jsonl").write_text(
         "".join(
             json.dumps({"input_ids": one, "loss_mask": [0, *[1] * (len(one) - 1)]}) + "\n" for one in rows
         )
     )
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": tiny.n_vocab,
-        "hidden_size": tiny.n_embd,
-        "intermediate_size": tiny.n_ff,
-        "num_hidden_layers": tiny.n_layer,
-        "num_attention_heads": tiny.n_head,
-        "num_key_value_heads": tiny.n_head_kv,
-        "head_dim": tiny.head_width,
-        "rms_norm_eps": tiny.eps,
-        "rope_theta": tiny.rope_base,
-        "max_position_embeddings": tiny.n_ctx,
-        "tie_word_embeddings": False,
-    }
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [],
-        "pre_tokenizer": {"type": "Whitespace"},
-        "model": {
-            "type": "WordLevel",
-            "vocab": {f"t{i}": i for i in range(tiny.n_vocab)},
-            "unk_token": "t0",
-        },
-    }
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "t2", "unk_token": "t0"}
-    for name, content in {
-        "config.json": config,
-        "tokenizer.json": tokenizer,
-        "tokenizer_config.json": settings,
-    }.items():
-        (work / "verifier" / name).write_text(json.dumps(content))
-    weights = {
-        "model.embed_tokens.weight": tiny.weights["token_embd.weight"],
-        "model.norm.weight": tiny.weights["output_norm.weight"],
-        "lm_head.weight": tiny.weights["output.weight"],
-    }
-    save_file(weights, work / "verifier" / "model.safetensors")
+    write_verifier(work / "verifier", tiny)
     return work
 
 

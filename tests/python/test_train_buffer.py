@@ -5,16 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import tracemalloc
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from training import states
+from training import generation, states
 
 import llamatap as lt
-from llamatap.train import DataBuffer, TrainOptions
+from llamatap.train import DataBuffer, TrainOptions, training_batch
 
 
 def text(k: int, n: int = 3) -> dict[str, Any]:
@@ -50,6 +51,35 @@ def test_the_oldest_make_room() -> None:
     assert keys(buffer.get_data_from_last_n_steps(1)) == []
     assert keys(buffer.get_data_from_last_n_steps(2)) == [20, 21, 22]
     assert repr(buffer) == "DataBuffer(5 of 5 samples, step 3)"
+
+
+@pytest.mark.parametrize("current_size", [2, 2000])
+@pytest.mark.parametrize("store", [True, False])
+def test_the_oldest_make_room_for_bytes(store: bool, current_size: int) -> None:
+    """Of 3 x 2 bfloat16: 12 bytes a sample. Room for three and a half; those without states take none."""
+    options = TrainOptions(
+        data_buffer_max_bytes=42, store_hidden_states=store, buffer_max_samples=current_size
+    )
+    buffer = options.buffer()
+    for k in range(4):
+        buffer.add_batch(text(k), [states([1, 2, 3])])
+    buffer.add_batch(text(9), None)
+    current = [1, 2, 3, 9] if current_size == 2000 else [3, 9]
+    # Tokens alone stay where states are not kept over the steps.
+    assert keys(buffer.get_all_data()) == ([1, 2, 3, 9] if store else [0, 1, 2, 3, 9])
+    assert keys(buffer.collected_data) == current
+    buffer.increment_step()
+    buffer.add_batch({"input_ids": [[4] * 3, [5] * 3]}, [states([1, 2, 3])] * 2)
+    assert keys(buffer.collected_data) == [4, 5]
+    assert keys(buffer.get_all_data())[-4:] == [3, 9, 4, 5]
+    assert buffer.get_data_count() == (4 if store else 7)
+    # One that is too large alone is the only one.
+    buffer.add_batch(text(6, 30), [states([1] * 30)])
+    assert keys(buffer.collected_data) == [6]
+    assert buffer.get_data_count() == (1 if store else 8)
+    for wrong in (0, 1.5, "1G"):
+        with pytest.raises(lt.InvalidInputError, match="max_bytes must be"):
+            DataBuffer(max_bytes=wrong)  # type: ignore[arg-type]
 
 
 def test_states_may_be_kept_for_the_current_step_alone() -> None:
@@ -208,6 +238,60 @@ def test_layers_are_counted() -> None:
     assert buffer.get_all_data()[0].layers == ("norm",)
 
 
+@pytest.mark.parametrize(
+    ("layers", "n_layer", "message"),
+    [
+        ((1, 2), 4, r"last of layers= .* or -1 \(H_n\) for trainers .*; found \[1, 2\]"),
+        ((1, 2), None, r"or -1 \(H_n, with n_layer=\) for trainers .*; found \[1, 2\]"),
+        (("norm", 1), 4, r"last of layers= .*found \['norm', 1\]"),
+        ((), None, r"last of layers= .*found \[\]"),
+        ((1, -1), None, r"without n_layer= an id of layers= must be in 0\.\..*, not -1"),
+        ((1, 4), None, r"with n_layer="),
+        ((1, 5), 4, r"layer id 5 is not in -5\.\.4"),
+        ((1.5, "norm"), None, "without n_layer= an id of layers= must be an integer"),
+        (("norm",), 0, "n_layer must be in 1"),
+    ],
+)
+def test_a_layer_that_nobody_predicts_is_refused(layers: Any, n_layer: int | None, message: str) -> None:
+    buffer = DataBuffer()
+    with pytest.raises(lt.InvalidInputError, match=message):
+        buffer.add_batch(text(1), [states([1, 1, 1], 2)], layers=layers, n_layer=n_layer)
+    assert buffer.get_data_count() == 0
+
+
+def test_layers_by_either_name_make_a_batch() -> None:
+    """-1 and 4 are one layer of a model of four blocks; what generation gives is named 4."""
+    buffer = DataBuffer()
+    several: list[tuple[lt.LayerId, ...]] = [(1, -1), (1, 4), (-4, 4)]
+    for layers in several:
+        buffer.add_batch(text(1), [states([1, 1, 1], 2)], layers=layers, n_layer=4)
+    buffer.add_generation(generation([1], [1, 1]))
+    assert [one.layers for one in buffer.get_all_data()] == [(1, 4)] * 4
+    assert training_batch(buffer.get_all_data())["target"][0, :, 0].tolist() == [101.0] * 11
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
+def test_generations_are_copied_once(dtype: str | None) -> None:
+    """Into memory of their own, which is all that is taken meanwhile."""
+    rows = np.ones((4000, 2, 256), np.float32)
+    given = generation(range(1000), range(3000), rows)
+    buffer = DataBuffer(dtype=dtype)
+    tracemalloc.start()
+    try:
+        buffer.add_generation(given)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    (found,) = buffer.get_all_data()
+    states = np.asarray(found.hidden_states)
+    # Besides, a byte a value says whether it is finite.
+    assert peak < states.nbytes + 1.2 * states.size
+    rows[:] = 0
+    assert states.astype(np.float32).min() == 1
+    assert len(found.input_ids) == 4000
+    assert found.loss_mask.sum() == 3000
+
+
 def test_samples_are_copies(rng: np.random.Generator) -> None:
     """Whoever made the arrays may use them again."""
     array = rng.standard_normal((3, 2)).astype(np.float32)
@@ -315,6 +399,7 @@ def test_numpy_is_enough() -> None:
         {"buffer_steps": 0},
         {"training_interval_steps": 0},
         {"data_buffer_max_size": 0},
+        {"data_buffer_max_bytes": 0},
         {"buffer_max_samples": 1.5},
         {"max_len": 1},
         {"dtype": "int8"},

@@ -126,36 +126,67 @@ def test_tensors_are_taken() -> None:
 
 
 @pytest.mark.parametrize(("vloss", "ploss"), [(0.5, 0.5), (1.0, 0.0), (0.0, 0.1), (0.3, 2.0)])
-def test_eagle_loss(vloss: float, ploss: float, rng: np.random.Generator) -> None:
-    """The document's formulas, in NumPy and one position after the other."""
-    buffer = DataBuffer()
+@pytest.mark.parametrize(
+    ("states_dtype", "drafter_dtype", "head_dtype", "tolerance"),
+    [
+        ("float32", "float32", None, 1e-5),
+        # The default of states, and models of float32, of bfloat16, of both.
+        ("bfloat16", "float32", None, 1e-5),
+        ("bfloat16", "float32", "float32", 1e-5),
+        ("bfloat16", "bfloat16", "float32", 1e-5),
+        # The head's logits are rounded to 8 bits.
+        ("bfloat16", "float32", "bfloat16", 2e-2),
+        ("float16", "bfloat16", "bfloat16", 2e-2),
+    ],
+)
+def test_eagle_loss(
+    states_dtype: str,
+    drafter_dtype: str,
+    head_dtype: str | None,
+    tolerance: float,
+    vloss: float,
+    ploss: float,
+    rng: np.random.Generator,
+) -> None:
+    """The document's formulas, in NumPy, float64 and one position after the other; the head a module, or a
+    function of what the drafter gives."""
+    options = TrainOptions(vloss_weight=vloss, ploss_weight=ploss, dtype=states_dtype)
+    buffer = options.buffer()
     for n, loss in ((6, [0, 0, 1, 1, 1, 1]), (4, [0, 1, 0, 1])):
         rows = rng.standard_normal((n, 8)).astype(np.float32) * 2
         buffer.add_batch({"input_ids": list(range(n)), "loss_mask": loss}, [rows])
-    options = TrainOptions(vloss_weight=vloss, ploss_weight=ploss)
     batch = collate(options)(buffer.get_all_data())
-    head = rng.standard_normal((5, 8)).astype(np.float32)
-    predicted = rng.standard_normal((1, 9, 8)).astype(np.float32) * 2
+    assert batch["target"].dtype == getattr(torch, states_dtype)
+    drawn = torch.from_numpy(rng.standard_normal((5, 8)).astype(np.float32))
+    module = torch.nn.Linear(8, 5, bias=False, dtype=getattr(torch, head_dtype or drafter_dtype))
+    with torch.no_grad():
+        module.weight.copy_(drawn)
+    head = module.weight.detach().double().numpy()
+    given = torch.from_numpy(rng.standard_normal((1, 9, 8)).astype(np.float32) * 2)
+    given = given.to(getattr(torch, drafter_dtype))
+    predicted = given.double().numpy()
     expected, count = 0.0, 0
     for t in range(9):
         if batch["loss_mask"][0, t] == 0:
             continue
         count += 1
-        wanted, got = batch["target"][0, t].double().numpy(), predicted[0, t].astype(np.float64)
+        wanted, got = batch["target"][0, t].double().numpy(), predicted[0, t]
         gap = np.abs(wanted - got)
         value = np.where(gap < 1, 0.5 * gap**2, gap - 0.5).mean()
-        logits, found = head.astype(np.float64) @ wanted, head.astype(np.float64) @ got
+        logits, found = head @ wanted, head @ got
         p = np.exp(logits) / np.exp(logits).sum()
         policy = -(p * (found - np.log(np.exp(found).sum()))).sum()
         expected += vloss * value + ploss * policy
     assert count == 4 + 2
-    weights = torch.from_numpy(predicted).requires_grad_()
-    result = eagle_loss(weights, batch, lambda x: x @ torch.from_numpy(head).T, options)
+    given.requires_grad_()
+    lm_head = module if head_dtype else lambda x: x @ module.weight.detach().T
+    result = eagle_loss(given, batch, lm_head, options)
     assert result.shape == ()
-    assert result.item() == pytest.approx(expected / count, rel=1e-5)
+    assert result.dtype == torch.float32
+    assert result.item() == pytest.approx(expected / count, rel=tolerance)
     result.backward()
     # Only what counts is learnt from.
-    learns = weights.grad.abs().sum(-1)[0] > 0
+    learns = given.grad.abs().sum(-1)[0] > 0
     assert learns.tolist() == (batch["loss_mask"][0] == 1).tolist()
 
 

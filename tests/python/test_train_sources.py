@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import uuid
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,6 +17,8 @@ from sessions import finals
 from tiny import TinyLlama
 
 import llamatap as lt
+from llamatap import dataset
+from llamatap.connectors import connect
 from llamatap.train import DataBuffer, Sample, TrainOptions, trainable, training_batch
 
 LENGTHS = (7, 40, 1, 18, 23)
@@ -302,13 +306,72 @@ def test_on_states_is_checked(options: dict[str, Any], message: str, model: lt.M
         session.add([1, 2], **options)
 
 
+def document(number: int) -> str:
+    """A piece of code of docs/training.md."""
+    text = (Path(__file__).parent.parent.parent / "docs" / "training.md").read_text()
+    return text.split("```python\n")[number].split("```")[0]
+
+
 def test_the_document_runs(model: lt.Model, prompts: list[list[int]]) -> None:
     """The first lines of docs/training.md, with a model for four blocks of which there are layers to take."""
-    text = (Path(__file__).parent.parent.parent / "docs" / "training.md").read_text()
-    code = text.split("```python\n")[1].split("```")[0]
-    code = code.replace('[2, model.n_layer // 2, model.n_layer - 3, "norm"]', '[1, 2, 3, "norm"]')
+    code = document(1).replace('[2, model.n_layer // 2, model.n_layer - 3, "norm"]', '[1, 2, 3, "norm"]')
     names: dict[str, Any] = {"path": model.path, "steps": [prompts[:2], prompts[2:]]}
     exec(compile(code, "training.md", "exec"), names)
     assert len(names["texts"]) == 3
     assert names["buffer"].get_data_count() == 5
     assert names["batch"]["hidden_states"].shape[2] == 3 * model.n_embd
+
+
+def test_a_written_data_set_is_trained_on(
+    model: lt.Model, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the document's lines, of the layout npy; and what it says of the layout speculators."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"input_ids": one, "loss_mask": [0, 0, *[1] * (len(one) - 2)]} for one in prompts if len(one) > 2]
+    dataset.write(model, rows, "states", dataset.Options(layers=[1, 2], layout="npy"))
+    names: dict[str, Any] = {"options": TrainOptions(batch_size=2)}
+    exec(compile(document(2), "training.md", "exec"), names)
+    found = names["buffer"].get_all_data()
+    assert [one.input_ids.tolist() for one in found] == [row["input_ids"] for row in rows]
+    assert [one.loss_mask.tolist() for one in found] == [row["loss_mask"] for row in rows]
+    assert {one.layers for one in found} == {(1, 2, 4)}
+    with lt.Extractor(model, **EXACT) as extractor:
+        for one in found:
+            expected = extractor(one.input_ids, [1, 2, -1]).array
+            assert relative(np.asarray(one.hidden_states).astype(np.float32), expected) < 8e-3
+    assert names["batch"]["hidden_states"].shape[2] == 2 * model.n_embd
+    dataset.write(model, rows, "others", dataset.Options(layers=[1, 2]))
+    connector = connect("files", folder=tmp_path / "others" / "hidden_states")
+    for i, one in enumerate(found):
+        stored = connector.get_cached(i)
+        assert stored is not None
+        assert stored["token_ids"].tolist() == one.input_ids.tolist()
+        wanted = np.asarray(one.hidden_states).astype(np.float32)
+        assert relative(stored["hidden_states"].astype(np.float32), wanted) < 8e-3
+
+
+def test_what_the_document_puts_is_read(
+    model: lt.Model, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lines with connectors, one after the other."""
+    monkeypatch.chdir(tmp_path)
+    layers: list[lt.LayerId] = [1, 2, -1]
+    found: list[lt.Generation] = []
+    options: dict[str, Any] = {"states": "full", "prompt_states": True, "layers": layers, "max_tokens": 4}
+    list(lt.generate(model, prompts[:1], on_states=found.append, **options))
+    name = f"test-{uuid.uuid4().hex}"
+    names: dict[str, Any] = {"lt": lt, "model": model, "layers": layers, "prompts": prompts[:3]}
+    names |= {"text": prompts[0], "generation": found[0]}
+    try:
+        for number in (3, 4):
+            exec(compile(document(number).replace("eagle3", name), "training.md", "exec"), names)
+        connector = connect("shared_memory", name=name)
+        stored = connector.get_generated(names["params"])
+        assert stored is not None
+        assert stored["token_ids"].tolist() == [*prompts[0], *found[0].tokens.tolist()]
+        texts = [[*one.prompt.tolist(), *one.tokens.tolist()] for one in names["texts"]]
+        several = [connector.get_cached(i) for i in range(3)]
+        assert sorted(one["token_ids"].tolist() for one in several if one is not None) == sorted(texts)
+        assert (tmp_path / "rows" / "state.json").exists()
+    finally:
+        shutil.rmtree(names["connector"].folder)

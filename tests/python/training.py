@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import llamatap as lt
+from llamatap.generation import Stats
 from llamatap.train import DataBuffer, Sample
 
 
 def states(tokens: Sequence[int], layers: int | None = None, dtype: Any = np.float32) -> NDArray[Any]:
     """Rows that tell what they are of: (11, -11) of the token 11, and of its layer k (11 + 100 k, -11)."""
-    one = np.array([[token, -token] for token in tokens], dtype)
+    one = np.array([[token, -token] for token in tokens], dtype).reshape(-1, 2)
     if layers is None:
         return one
     found = np.repeat(one[:, None], layers, 1)
@@ -33,3 +35,20 @@ def sample(
     buffer.add_batch(batch, [given], **others)
     (found,) = buffer.get_all_data()
     return found
+
+
+def generation(
+    prompt: Sequence[int], tokens: Sequence[int], rows: NDArray[Any] | None = None, **others: Any
+) -> lt.Generation:
+    """One as `lt.generate` makes it with states="full" and prompt_states=True, of the layers 1 and H_4; of
+    all its tokens ``rows``, or those of :func:`states`."""
+    if rows is None:
+        rows = states([*prompt, *tokens], 2)
+    n = len(prompt)
+    ids = np.array([*prompt, *tokens], np.int32)
+    layers: list[lt.LayerId] = others.pop("layers", [1, 4])
+    first, second = (
+        lt.States(rows[part], ids[part], layers, n_layer=4, details={"rows": "full"})
+        for part in (slice(n), slice(n, None))
+    )
+    return lt.Generation(0, ids[:n], ids[n:], "", "length", second, first, None, Stats())

@@ -11,13 +11,17 @@ from typing import Any
 
 from llamatap.connectors.base import Connector, Stored
 from llamatap.connectors.callback import CallbackConnector
+from llamatap.connectors.collector import Collector
+from llamatap.connectors.dlpack import DLPackArray
 from llamatap.connectors.files import FileConnector
 from llamatap.connectors.shared_memory import SharedMemoryConnector
 from llamatap.errors import InvalidInputError
 
 __all__ = [
     "CallbackConnector",
+    "Collector",
     "Connector",
+    "DLPackArray",
     "FileConnector",
     "SharedMemoryConnector",
     "Stored",

@@ -17,7 +17,7 @@ from llamatap.states import States
 __all__ = ["Connector", "Stored", "tensors_of"]
 
 #: What is read: "hidden_states" ``(n, n_layers, n_embd)``, "token_ids" int64 ``(n,)`` and, where it was
-#: given, "loss_mask" float32 ``(n,)``.
+#: given, "loss_mask" float32 ``(n,)``. For other libraries: :class:`llamatap.connectors.DLPackArray`.
 Stored = dict[str, NDArray[Any]]
 
 

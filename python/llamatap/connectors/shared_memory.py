@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import fcntl
+import functools
 import mmap
 import os
 import shutil
@@ -13,6 +15,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from llamatap import _locks
 from llamatap._check import integer
@@ -31,14 +34,17 @@ class SharedMemoryConnector(FileConnector):
     """Files in memory (tmpfs) that a reader maps: its arrays are the pages that were written, read-only and
     without a copy. A sample's memory is free when it was deleted and the last array of it is gone.
 
-    A sample lives no longer than the process that put it: what dead ones have left is removed by the next one
-    that puts something under the same name.
+    A sample lives no longer than the process that put it, which removes what is left of its own as it exits.
+    What those have left that were killed, or end by ``os._exit`` (multiprocessing's forked ones do), is
+    removed by the next connector of the same name, one that only reads, too.
 
     :param name: the same for those who write and those who read.
-    :param max_bytes: the most that all samples of that name take together; one that does not fit is refused
-        with an ``OSError`` (``ENOSPC``), for the writer to wait until others are deleted, or to stop. Writers
-        that put at the same moment may exceed it by a sample each. None for half of the file system's size
-        (of ``/dev/shm``: usually a quarter of the machine's memory).
+    :param max_bytes: the most that all samples of that name which are there to be read take together; one
+        that does not fit is refused with an ``OSError`` (``ENOSPC``), for the writer to wait until others are
+        deleted, or to stop (:class:`~llamatap.connectors.Collector` does either). What was deleted or
+        replaced, and is held as an array by a reader still, takes memory beyond it. Writers that put at the
+        same moment may exceed it by a sample each. None for half of the file system's size (of ``/dev/shm``:
+        usually a quarter of the machine's memory).
     :raises InvalidInputError: it is no name, or no number of bytes.
     :raises PermissionError: the folder of that name is another user's.
     :raises OSError: the folder cannot be made.
@@ -48,7 +54,7 @@ class SharedMemoryConnector(FileConnector):
         if not isinstance(name, str) or not name.replace("-", "").replace("_", "").isalnum():
             raise InvalidInputError(f"name must be letters, digits, - and _, not {name!r}")
         if max_bytes is not None:
-            integer("max_bytes", max_bytes, 1)
+            integer("max_bytes", max_bytes, 1, 2**63 - 1)
         shared = Path("/dev/shm")
         base = (shared if shared.is_dir() else Path(tempfile.gettempdir())) / f"llamatap-{os.getuid()}"
         for folder in (base, base / name):
@@ -60,13 +66,23 @@ class SharedMemoryConnector(FileConnector):
         self._lock = threading.Lock()
         self._writer: Path | None = None
         self._process = os.getpid()
+        self.setup()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In another process, such as a loader's worker, it is a writer of its own."""
+        return functools.partial(type(self), max_bytes=self.max_bytes), (self.folder.name,)
+
+    def setup(self) -> None:
+        """Remove what processes left that are dead."""
+        _remove_leftovers(self.folder)
 
     def _write(self, path: Path, tensors: Stored, states: States) -> None:
         writer = self._as_writer()
         self._check_room(path, sum(array.nbytes for array in tensors.values()))
         scratch = writer / path.name
         write_tensors(scratch, tensors, {**states.provenance, "writer": writer.name})
-        scratch.replace(path)
+        with _alone(self.folder):
+            scratch.replace(path)
 
     def _check_room(self, path: Path, needed: int) -> None:
         if self._taken(path) + needed <= self.max_bytes:
@@ -96,8 +112,15 @@ class SharedMemoryConnector(FileConnector):
             if self._writer is None or self._process != os.getpid():
                 self._process = os.getpid()
                 self._writer = _locked_folder(self.folder)
-                _remove_leftovers(self.folder)
+                atexit.register(_at_exit, self._writer, self._process)
             return self._writer
+
+
+def _at_exit(writer: Path, process: int) -> None:
+    # Children that were forked have this from their parent, whose samples they leave alone.
+    if os.getpid() == process:
+        with contextlib.suppress(FileNotFoundError):
+            _remove_writer(writer)
 
 
 def _locked_folder(parent: Path) -> Path:
@@ -118,10 +141,28 @@ def _remove_leftovers(parent: Path) -> None:
     for folder in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(FileNotFoundError), _if_dead(folder) as dead:
             if dead:
-                for path in parent.glob("*.safetensors"):
-                    if _writer_of(path) == folder.name:
-                        path.unlink(missing_ok=True)
-                shutil.rmtree(folder)
+                _remove_writer(folder)
+
+
+def _remove_writer(writer: Path) -> None:
+    for path in writer.parent.glob("*.safetensors"):
+        # Nobody puts another sample in its place between the look and the removal.
+        with _alone(writer.parent):
+            if _writer_of(path) == writer.name:
+                path.unlink(missing_ok=True)
+    shutil.rmtree(writer)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Whoever puts samples into the folder, or removes another's, waits until this is done."""
+    handle = os.open(folder, os.O_RDONLY)
+    _locks.held(handle)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        _locks.let_go(handle)
 
 
 @contextlib.contextmanager

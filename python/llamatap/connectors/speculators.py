@@ -1,16 +1,25 @@
 """Any connector as a transfer of the speculators library, whose trainer then reads from it. Needs the extra
-``llamatap[train]``."""
+``llamatap[train]``.
+
+``python -m llamatap.connectors.speculators train --hidden-states-backend llamatap ...`` is its command
+``speculators train`` with connectors for a back end.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 from typing import Any
 
 import torch
 
+from llamatap.connectors import connect
 from llamatap.connectors.base import Connector, Stored
+from llamatap.errors import InvalidInputError, UnsupportedError
 from llamatap.train.pytorch import tensor_of
 
-__all__ = ["SpeculatorsTransfer"]
+__all__ = ["ConnectorBackend", "SpeculatorsTransfer", "register"]
 
 
 class SpeculatorsTransfer:
@@ -42,3 +51,83 @@ class SpeculatorsTransfer:
 
 def _tensors(stored: Stored | None) -> dict[str, torch.Tensor] | None:
     return None if stored is None else {name: tensor_of(array) for name, array in stored.items()}
+
+
+class ConnectorBackend:
+    """What ``hs_connectors.HiddenStatesBackend`` (0.9.0) asks of a back end: its options of ``speculators
+    train``, and the transfer that they make."""
+
+    @staticmethod
+    def add_train_args(parser: argparse.ArgumentParser) -> None:
+        """Add ``--llamatap-connector`` and ``--llamatap-options``."""
+        parser.add_argument(
+            "--llamatap-connector",
+            default="shared_memory",
+            help="The connector's name. Used with backend=llamatap.",
+        )
+        parser.add_argument(
+            "--llamatap-options",
+            default="{}",
+            help='Its options, JSON: \'{"name": "eagle3"}\'. Used with backend=llamatap.',
+        )
+
+    @staticmethod
+    def add_launch_args(parser: argparse.ArgumentParser) -> None:
+        """None: it is llamatap that computes states, not vLLM."""
+
+    @staticmethod
+    def from_train_args(args: argparse.Namespace, data_path: str) -> SpeculatorsTransfer:
+        """The transfer that the options ask for.
+
+        :raises InvalidInputError: there is no such connector, or its options are wrong.
+        """
+        try:
+            options = json.loads(args.llamatap_options)
+            return SpeculatorsTransfer(connect(args.llamatap_connector, **options))
+        except (TypeError, json.JSONDecodeError) as error:
+            raise InvalidInputError(
+                f"--llamatap-options must be the options of {args.llamatap_connector!r} as a JSON object; "
+                f"found {args.llamatap_options!r}: {error}"
+            ) from error
+
+    @staticmethod
+    def build_kv_transfer_config(args: argparse.Namespace) -> dict[str, Any]:
+        """
+        :raises UnsupportedError: always; it is llamatap that computes states, not vLLM.
+        """
+        raise UnsupportedError("vLLM does not put states into llamatap's connectors; llamatap does")
+
+
+def register() -> None:
+    """Make connectors a back end of ``speculators train``, by the name of "llamatap". Another time does
+    nothing.
+
+    :raises UnsupportedError: speculators is not installed, or ``speculators.train`` was imported before: it
+        reads the back ends' options as it is.
+    """
+    try:
+        from hs_connectors import HiddenStatesBackend
+    except ImportError as error:
+        raise UnsupportedError("needs speculators: pip install speculators") from error
+    if "llamatap" in HiddenStatesBackend.registry:
+        return
+    if "speculators.train.config.resolution" in sys.modules:
+        raise UnsupportedError(
+            "register before speculators.train is imported, which reads the back ends then"
+        )
+    HiddenStatesBackend.register("llamatap")(ConnectorBackend)
+
+
+def main() -> None:
+    """The command ``speculators``, with the back end."""
+    register()
+    from speculators.cli import app
+
+    app()
+
+
+if __name__ == "__main__":
+    # By the name that a loader's workers know it by.
+    from llamatap.connectors.speculators import main as run
+
+    run()

@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 from llamatap._check import flag, instance, integer
 from llamatap.errors import InvalidInputError
 from llamatap.generation import Generation, whole_states
-from llamatap.layers import LayerId
+from llamatap.layers import LayerId, normalize
 from llamatap.states import DTYPES, States, dtype_name
 
 __all__ = ["DataBuffer", "Sample"]
@@ -23,7 +23,7 @@ __all__ = ["DataBuffer", "Sample"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """A text to train on.
+    """A text to train on, with its states; :class:`llamatap.dataset.samples.Sample` has none yet.
 
     :ivar input_ids: int64 ``(n,)``.
     :ivar loss_mask: float32 ``(n,)``: 1 for tokens that are to be learnt (those of a response), else 0.
@@ -52,6 +52,8 @@ class DataBuffer:
         (:attr:`collected_data`) are kept, and of earlier ones the tokens alone.
     :param current_size: how many samples of the current step are kept in :attr:`collected_data`.
     :param dtype: what states are converted to, "bfloat16" for half of the memory; None keeps them.
+    :param max_bytes: how much memory states take, n_layers * n_embd values a token; beyond it the oldest
+        samples make room, but the newest one stays, whatever it takes. None for no bound.
     :raises InvalidInputError: an argument is wrong.
     """
 
@@ -62,11 +64,13 @@ class DataBuffer:
         *,
         current_size: int = 2000,
         dtype: DTypeLike | str | None = None,
+        max_bytes: int | None = None,
     ) -> None:
         self.max_size = integer("max_size", max_size, 1)
         self.store_hidden_states = flag("store_hidden_states", store_hidden_states)
         self.current_size = integer("current_size", current_size, 1)
         self._dtype = None if dtype is None else DTYPES[dtype_name(dtype)]
+        self.max_bytes = None if max_bytes is None else integer("max_bytes", max_bytes, 1, 2**63 - 1)
         self._samples: deque[Sample] = deque(maxlen=self.max_size)
         self._current: deque[Sample] = deque(maxlen=self.current_size)
         self._step = 0
@@ -78,6 +82,7 @@ class DataBuffer:
         hidden_states: Iterable[Any] | None = None,
         *,
         layers: Sequence[LayerId] | None = None,
+        n_layer: int | None = None,
     ) -> None:
         """Keep copies of the samples of a batch: of all of them, or of none when it raises.
 
@@ -90,8 +95,11 @@ class DataBuffer:
             ``(n, n_layers, n_embd)``, of its tokens with or without the padding. ``(n_embd,)`` is one row;
             leading dimensions of 1 are dropped where there is more than one token, and so is that of a
             single layer.
-        :param layers: which layers they are of, in order.
-        :raises InvalidInputError: the batch is none, or states do not fit their tokens.
+        :param layers: which layers they are of, in order, the last of which is the one to predict: ``"norm"``
+            or H_n. None where it is not known; the last one is predicted then, whatever it is.
+        :param n_layer: the blocks of the model, for layers that count from the end, and for H_n.
+        :raises InvalidInputError: the batch is none, states do not fit their tokens, or the last of the
+            layers is neither ``"norm"`` nor H_n.
         """
         if not isinstance(batch, Mapping) or batch.get("input_ids") is None:
             raise InvalidInputError("a batch must be a dict with 'input_ids'")
@@ -103,7 +111,7 @@ class DataBuffer:
                 f"hidden_states must have an entry for each of the {len(texts)} samples, None where they are "
                 f"missing; found {len(states)}"
             )
-        named = None if layers is None else tuple(layers)
+        named = None if layers is None else _checked_layers(layers, n_layer)
         found = []
         for i, text in enumerate(texts):
             tokens = _tokens(f"input_ids of sample {i}", text)
@@ -131,7 +139,8 @@ class DataBuffer:
             neither ``"norm"`` nor H_n.
         """
         instance("generation", generation, Generation)
-        self.add_states(*whole_states(generation))
+        # Which is a copy already.
+        self._add(*whole_states(generation, self._dtype), copy=False)
 
     def add_states(self, states: States, loss_mask: Any = None) -> None:
         """Keep what a forward pass gave, :func:`llamatap.extract` of a whole text with ``layers``, the last
@@ -144,16 +153,14 @@ class DataBuffer:
         instance("states", states, States)
         if states.array.ndim != 3:
             raise InvalidInputError("states must have a row for each token; extract without pool=")
-        target = states.layers[-1]
-        if target not in ("norm", states._n_layer):
-            raise InvalidInputError(
-                "the last of layers= is the one that a drafter learns to predict: 'norm', which the output "
-                f"head reads, or -1 (H_n) for trainers that norm it themselves; found {list(states.layers)}"
-            )
+        self._add(states, loss_mask)
+
+    def _add(self, states: States, loss_mask: Any, copy: bool = True) -> None:
+        layers = _checked_layers(states.layers, states._n_layer)
         tokens = _tokens("tokens", states.tokens)
         loss = _mask("loss_mask", loss_mask, len(tokens))
-        rows = _rows("states", states.array, np.ones(len(tokens), bool), self._dtype)
-        self._append([(tokens, loss, rows)], states.layers)
+        rows = _rows("states", states.array, np.ones(len(tokens), bool), self._dtype, copy)
+        self._append([(tokens, loss, rows)], layers)
 
     def _append(
         self,
@@ -173,6 +180,20 @@ class DataBuffer:
                 if not self.store_hidden_states:
                     sample = Sample(ids, loss, None, layers, step, True)
                 self._samples.append(sample)
+            if self.max_bytes is not None:
+                self._make_room(self.max_bytes)
+
+    def _make_room(self, max_bytes: int) -> None:
+        held = self._samples if self.store_hidden_states else self._current
+        sizes = [0 if one.hidden_states is None else one.hidden_states.nbytes for one in held]
+        taken = sum(sizes)
+        for size in sizes[:-1]:
+            if taken <= max_bytes:
+                return
+            taken -= size
+            oldest = held.popleft()
+            if self._current and self._current[0] is oldest:
+                self._current.popleft()
 
     def get_all_data(self) -> list[Sample]:
         """All samples that are kept, oldest first."""
@@ -216,6 +237,22 @@ class DataBuffer:
 
 #: What a batch may have besides its input_ids.
 _COLUMNS = ("attention_mask", "loss_mask", "responses", "prompts")
+
+
+def _checked_layers(layers: Sequence[LayerId], n_layer: int | None) -> tuple[LayerId, ...]:
+    """Layers as those of States, the last of which can be predicted."""
+    if n_layer is not None:
+        found = normalize(layers, integer("n_layer", n_layer, 1))
+    else:
+        what = "without n_layer= an id of layers="
+        found = tuple(one if one == "norm" else integer(what, one, 0) for one in layers)
+    if found[-1:] not in (("norm",), (n_layer,)):
+        how = "" if n_layer is not None else ", with n_layer="
+        raise InvalidInputError(
+            "the last of layers= is the one that a drafter learns to predict: 'norm', which the output head "
+            f"reads, or -1 (H_n{how}) for trainers that norm it themselves; found {list(layers)}"
+        )
+    return found
 
 
 def _array(value: Any) -> NDArray[Any]:
@@ -287,8 +324,10 @@ def _loss_mask(i: int, entries: Mapping[str, Any], n: int) -> NDArray[np.float32
     return mask
 
 
-def _rows(name: str, value: Any, kept: NDArray[np.bool_], dtype: np.dtype[Any] | None) -> NDArray[Any] | None:
-    """A copy of states, ``(n, n_embd)`` or ``(n, n_layers, n_embd)``, of the tokens that are kept."""
+def _rows(
+    name: str, value: Any, kept: NDArray[np.bool_], dtype: np.dtype[Any] | None, copy: bool = True
+) -> NDArray[Any] | None:
+    """States, ``(n, n_embd)`` or ``(n, n_layers, n_embd)``, of the tokens that are kept."""
     array = np.asarray(value, np.float32) if isinstance(value, (list, tuple)) else _array(value)
     dtype_name(array.dtype, name)
     if array.size == 0:
@@ -309,4 +348,4 @@ def _rows(name: str, value: Any, kept: NDArray[np.bool_], dtype: np.dtype[Any] |
         )
     if len(array) != n:
         array = array[kept]
-    return array.astype(array.dtype if dtype is None else dtype, order="C")
+    return array.astype(array.dtype if dtype is None else dtype, order="C", copy=copy)

@@ -16,9 +16,12 @@ __all__ = ["TrainOptions"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """How much is kept, when training runs, and on what.
+    """How much is kept, when training runs, and on what. The defaults are those of verl's co-training, by
+    which the samples of eight steps in ten are never trained on: for all of them, ``buffer_steps`` must be
+    ``training_interval_steps``.
 
     :ivar data_buffer_max_size: samples that are kept over the steps.
+    :ivar data_buffer_max_bytes: what states take in memory, as ``max_bytes`` of :class:`DataBuffer`.
     :ivar buffer_max_samples: samples of the current step that are kept.
     :ivar store_hidden_states: keep states over the steps, as of :class:`DataBuffer`.
     :ivar dtype: of the states that are kept.
@@ -33,6 +36,7 @@ class TrainOptions:
     """
 
     data_buffer_max_size: int = 10000
+    data_buffer_max_bytes: int | None = None
     buffer_max_samples: int = 2000
     store_hidden_states: bool = True
     dtype: str = "bfloat16"
@@ -53,6 +57,8 @@ class TrainOptions:
             "batch_size",
         ):
             integer(name, getattr(self, name), 1)
+        if self.data_buffer_max_bytes is not None:
+            integer("data_buffer_max_bytes", self.data_buffer_max_bytes, 1, 2**63 - 1)
         integer("max_len", self.max_len, 2)
         flag("store_hidden_states", self.store_hidden_states)
         dtype_name(self.dtype)
@@ -70,6 +76,7 @@ class TrainOptions:
             self.store_hidden_states,
             current_size=self.buffer_max_samples,
             dtype=self.dtype,
+            max_bytes=self.data_buffer_max_bytes,
         )
 
     def due(self, buffer: DataBuffer) -> bool:

@@ -78,18 +78,26 @@ def eagle_loss(
 ) -> torch.Tensor:
     """The loss of EAGLE-1 and EAGLE-2 as in verl's co-training: ``vloss_weight`` times the smooth L1 distance
     of the states, and ``ploss_weight`` times the cross-entropy of the target's distribution and the
-    drafter's, averages over the tokens that count.
+    drafter's, averages over the tokens that count, in float32.
 
-    :param predicted: ``[1, L-1, n_embd]``: what the drafter gives.
+    :param predicted: ``[1, L-1, n_embd]``: what the drafter gives, of any floating dtype.
     :param batch: of :func:`collate`, on the same device.
     :param lm_head: the target's output head, from ``"norm"`` states ``[1, L-1, n_embd]`` to logits ``[1, L-1,
-        n_vocab]``.
+        n_vocab]``. A module is given states of the dtype of its weights, another function those of
+        ``predicted``'s.
     :returns: float32, no dimensions.
     """
     target, mask = batch["target"], batch["loss_mask"]
+    dtype = _dtype_of(lm_head) or predicted.dtype
     with torch.no_grad():
-        wanted = lm_head(target).float().softmax(-1)
-    entropy = -(wanted * lm_head(predicted).float().log_softmax(-1)).sum(-1)
+        wanted = lm_head(target.to(dtype)).float().softmax(-1)
+    entropy = -(wanted * lm_head(predicted.to(dtype)).float().log_softmax(-1)).sum(-1)
     distance = functional.smooth_l1_loss(predicted.float(), target.float(), reduction="none").mean(-1)
     loss = options.vloss_weight * distance + options.ploss_weight * entropy
     return (mask * loss).sum() / mask.sum()
+
+
+def _dtype_of(head: object) -> torch.dtype | None:
+    """Of a module's weights."""
+    parameters = head.parameters() if isinstance(head, torch.nn.Module) else ()
+    return next((one.dtype for one in parameters if one.is_floating_point()), None)
