@@ -200,7 +200,7 @@ class Job:
         """Write the data set, or what is missing of it.
 
         :param progress: called with the tokens that are there and those that there will be (with several
-            workers, this one's), at the start and after each batch; by the thread that writes.
+            workers, this one's), at the start and after each batch; by a thread that writes.
         :raises InvalidInputError: ``on_error`` is "stop" and a sample's states are not finite.
         :raises BusyError: another run is writing to the folder.
         :raises OSError: it cannot be written, for want of room for example. What was written stays, and
@@ -258,6 +258,9 @@ class Job:
             progress(state[0], total)
 
         self._compute(work, wrote)
+        if self.options.world_size > 1:
+            # Workers on other machines trust what is on the disk alone.
+            self._layout.sync()
         return state[1]
 
     def _compute(self, work: Work, wrote: Callable[[Sequence[int]], None]) -> None:

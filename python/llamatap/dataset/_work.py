@@ -152,7 +152,6 @@ class Work:
                 kept = [(index, states[index]) for index in missing]
                 computed.keep(kept)
                 writer.put(kept)
-        self.layout.sync()
 
     def recover(self) -> int:
         """Write what a run that was killed had computed of these batches; how many samples that were.

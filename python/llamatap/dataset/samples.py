@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llamatap._native import usable_cpus
 from llamatap.dataset._masking import Masker
 from llamatap.dataset._turns import assistant_turns
 from llamatap.dataset.rows import Row
@@ -19,6 +22,10 @@ from llamatap.errors import Error, InvalidInputError
 from llamatap.model import Model, token_array
 
 __all__ = ["Preparation", "Preparer", "Sample", "Samples", "prepare"]
+
+_THREADS = 4
+# Rows that are read before the first of them is done.
+_AHEAD = 256
 
 #: ShareGPT's names of roles.
 _ROLES = {"human": "user", "gpt": "assistant"}
@@ -135,15 +142,25 @@ def prepare(
     preparer = Preparer(model, how)
     samples = Samples()
     n_rows = n_truncated = 0
-    for number, row in enumerate(rows):
-        n_rows += 1
+
+    def attempt(row: Row) -> tuple[NDArray[np.int32], NDArray[np.bool_], bool] | Error:
         try:
-            tokens, mask, truncated = preparer(row)
+            return preparer(row)
         except Error as error:
-            skip(number, error)
-            continue
-        n_truncated += truncated
-        samples.append(number, tokens, mask)
+            return error
+
+    coming = iter(rows)
+    # Tokenising leaves Python to the other threads.
+    with ThreadPoolExecutor(min(_THREADS, len(usable_cpus())), "llamatap-prepare") as threads:
+        while some := list(itertools.islice(coming, _AHEAD)):
+            for found in threads.map(attempt, some):
+                if isinstance(found, Error):
+                    skip(n_rows, found)
+                else:
+                    tokens, mask, truncated = found
+                    n_truncated += truncated
+                    samples.append(n_rows, tokens, mask)
+                n_rows += 1
     if n_rows == 0:
         raise InvalidInputError("the input holds no samples: it is empty")
     return Prepared(samples, n_rows, n_truncated)

@@ -199,6 +199,8 @@ class _Worker:
         work, extractor = self._ready
         written: list[int] = []
         work.compute(extractor, part, written.extend)
+        # The process that began the set is on another machine, maybe.
+        work.layout.sync()
         return written
 
     def _begin(self) -> tuple[Work, Extractor]:

@@ -77,14 +77,14 @@ class Layout(ABC):
 
     @abstractmethod
     def write(self, index: int, states: NDArray[Any]) -> None:
-        """Write a sample, whole or not at all: called by one thread of each process.
+        """Write a sample, whole or not at all: called by several threads, with samples of their own.
 
         :param states: ``(n_tokens, n_columns, n_embd)``, all finite.
         :raises OSError: it cannot be written.
         """
 
     def sync(self) -> None:  # noqa: B027  not all have something to do
-        """Have what this process wrote survive a power failure, where that would not show in the files.
+        """Have what this process wrote survive a power failure of this machine, where one would not show.
 
         :raises OSError: it cannot be written.
         """
