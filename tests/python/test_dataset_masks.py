@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from datasets_of import TEMPLATE
-from tiny import TinyLlama
+from tiny import TinyLlama, write_vocabulary
 
 import llamatap as lt
 from llamatap import chat
@@ -147,6 +147,11 @@ def test_content_in_parts() -> None:
             "{% if add_generation_prompt %}<a>{% endif %}",
             "message 1: .*earlier messages otherwise",
         ),
+        # It has no prompt, and its last character is not where that would be.
+        (
+            "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}$",
+            "message 1: .*earlier messages otherwise",
+        ),
         (
             "{% for m in messages %}{{ m.content }}{{ m.content | length }};{% endfor %}",
             "another text around marks",
@@ -176,6 +181,12 @@ def test_turns_that_cannot_be_told(template: str, why: str) -> None:
         (
             "{{ messages | length }}{% for m in messages %}{{ m.content }};{% endfor %}"
             "{% if add_generation_prompt %}<a>{% endif %}",
+            [("Yo", ";"), (" Bye.", "\n;")],
+        ),
+        # The last question is written twice.
+        (
+            "{{ (messages | selectattr('role', 'equalto', 'user') | list)[-1].content }}!"
+            "{% for m in messages %}{{ m.content }};{% endfor %}{% if add_generation_prompt %}<a>{% endif %}",
             [("Yo", ";"), (" Bye.", "\n;")],
         ),
     ],
@@ -282,6 +293,26 @@ def test_prompts_that_begin_a_thought(smollm2: lt.Model) -> None:
     assert masked(smollm2, [USER, {"role": "assistant", "content": "Yo"}], template=template) == [
         b"</think>Yo<|im_end|>"
     ]
+
+
+@pytest.mark.parametrize(
+    ("following", "why"),
+    [
+        # A number has no mark, and nothing shows where it begins.
+        ({"role": "tool", "content": 5}, "message 1: .*later messages change what ends it"),
+        # What the assistant says next does not end what it said before.
+        ({"role": "assistant", "content": "a<end>b"}, "no token ends"),
+    ],
+)
+def test_turns_that_end_otherwise_than_the_last(following: dict[str, Any], why: str, tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ '$' if loop.last else '#' }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    path = write_vocabulary(tmp_path / "tokens.gguf", ["<end>"], ["<end>"])
+    messages = [USER, {"role": "assistant", "content": "Yo"}, following, USER]
+    with lt.Model(path, vocab_only=True) as model, pytest.raises(lt.InvalidInputError, match=why):
+        masked(model, messages, template=template)
 
 
 def test_the_date_of_templates(tmp_path: Path) -> None:

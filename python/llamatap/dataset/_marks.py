@@ -115,13 +115,6 @@ class Writing:
                 yield place
             seen.add(place.mark.letter)
 
-    def unique(self) -> dict[Mark, int]:
-        """Where the marks are that are written once, in order."""
-        positions: dict[Mark, list[int]] = {}
-        for place in self.places:
-            positions.setdefault(place.mark, []).append(place.position)
-        return {mark: found[0] for mark, found in positions.items() if len(found) == 1}
-
 
 class Marks:
     """A conversation with marks.

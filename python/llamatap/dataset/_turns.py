@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from llamatap.dataset._marks import DEGREES, Kind, Mark, Marks, Message, Writing
+from llamatap.dataset._marks import DEGREES, Kind, Mark, Marks, Message, Place, Writing
 from llamatap.errors import InvalidInputError
 
 __all__ = ["Render", "Turn", "assistant_turns"]
@@ -140,7 +140,6 @@ class _Conversation:
         self._render = render
         self._marks = marks
         self._whole = whole
-        self._unique = whole.unique()
         self._header: str | None = None
 
     def turn(self, index: int) -> Turn:
@@ -191,7 +190,7 @@ class _Conversation:
         if text.startswith(tail, in_text):
             return _Start(in_text + len(tail), None, anchor, in_text)
         written = self._read(history)
-        body = _after(written, anchor)
+        body = _after(written, written.places, anchor)
         if body is not None and tail.startswith(body) and text.startswith(body, in_text):
             common = len(os.path.commonprefix([tail, text[in_text:]]))
             return _Start(in_text + common, text[:in_text] + tail, anchor, in_text)
@@ -208,10 +207,14 @@ class _Conversation:
 
     def _anchor(self, prompt: Writing, first: int | None) -> tuple[Mark | None, int, int]:
         """The last mark that a prompt and the text have in common before a turn, and where it is in both."""
-        for mark, position in reversed(prompt.unique().items()):
-            in_text = self._unique.get(mark)
-            if in_text is not None and (first is None or in_text <= first):
-                return mark, position, in_text
+        in_text = {
+            place.mark: place.position
+            for place in self._whole.places
+            if first is None or place.position <= first
+        }
+        for place in reversed(prompt.places):
+            if place.mark in in_text:
+                return place.mark, place.position, in_text[place.mark]
         return None, 0, 0
 
     def _limit(self, index: int, start: int) -> int:
@@ -232,7 +235,8 @@ class _Conversation:
         text = self._whole.text
         until = self._marks.messages[: index + 1]
         reference, position = (mark, last) if mark else (start.anchor, start.anchored)
-        own = _after(self._read(until), reference)
+        alone = self._read(until)
+        own = _after(alone, alone.once(), reference)
         if own is not None and text.startswith(own, position):
             return position + len(own)
         # The last turn may end otherwise than those before it, which a prompt asks for more after.
@@ -240,7 +244,8 @@ class _Conversation:
             # Of this turn or of an earlier one that ended so: after an assistant a prompt may be empty.
             history = self._marks.messages[:index]
             self._header = _header(self._read(history, add_generation_prompt=True), self._read(history))
-        asking = _after(self._read(until, add_generation_prompt=True), reference)
+        prompt = self._read(until, add_generation_prompt=True)
+        asking = _after(prompt, prompt.once(), reference)
         if self._header and asking is not None and asking.endswith(self._header):
             own = asking[: len(asking) - len(self._header)]
             if text.startswith(own, position):
@@ -251,11 +256,11 @@ class _Conversation:
         return self._marks.read(self._render(messages, add_generation_prompt=add_generation_prompt))
 
 
-def _after(writing: Writing, mark: Mark | None) -> str | None:
-    """What is written after a mark, or at all without one; None where the mark is not written."""
+def _after(writing: Writing, places: Iterable[Place], mark: Mark | None) -> str | None:
+    """What is written after the last place of a mark, or at all without one; None where it has none."""
     if mark is None:
         return writing.text
-    found = [place.position for place in writing.once() if place.mark is mark]
+    found = [place.position for place in places if place.mark is mark]
     return writing.text[found[-1] :] if found else None
 
 
