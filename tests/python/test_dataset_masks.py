@@ -310,7 +310,7 @@ def test_turns_that_end_otherwise_than_the_last(following: dict[str, Any], why: 
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     path = write_vocabulary(tmp_path / "tokens.gguf", ["<end>"], ["<end>"])
-    messages = [USER, {"role": "assistant", "content": "Yo"}, following, USER]
+    messages = [USER, {"role": "assistant", "content": "Yo"}, following]
     with lt.Model(path, vocab_only=True) as model, pytest.raises(lt.InvalidInputError, match=why):
         masked(model, messages, template=template)
 
