@@ -306,7 +306,7 @@ def test_prompts_that_begin_a_thought(smollm2: lt.Model) -> None:
 )
 def test_turns_that_end_otherwise_than_the_last(following: dict[str, Any], why: str, tmp_path: Path) -> None:
     template = (
-        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ '$' if loop.last else '#' }}{% endfor %}"
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ '<end>' if loop.last else '#' }}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     path = write_vocabulary(tmp_path / "tokens.gguf", ["<end>"], ["<end>"])
