@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from datasets_of import TEMPLATE
-from tiny import TinyLlama
+from tiny import TinyLlama, write_vocabulary
 
 import llamatap as lt
 from llamatap import chat
@@ -63,7 +63,7 @@ def pieces(template: str, messages: list[dict[str, Any]]) -> list[tuple[str, str
     """What is said in each turn, and what ends it."""
     text, turns = rendered(template, messages)
     return [
-        (text[turn.start : turn.content_end], None if turn.end is None else text[turn.content_end : turn.end])
+        (text[turn.start : turn.said], None if turn.end is None else text[turn.said : turn.end])
         for turn in turns
     ]
 
@@ -82,7 +82,7 @@ END = "<|im_end|>\n"
     ("name", "messages", "expected"),
     [
         # The last turn gets an empty thought, and blanks stay.
-        ("Qwen-Qwen3-0.6B", PLAIN, [("Yo", END), ("<think>\n\n</think>\n\n Bye.\n", END)]),
+        ("Qwen-Qwen3-0.6B", PLAIN, [("Yo", END), ("<think>\n\n</think>\n\n Bye.", f"\n{END}")]),
         # Earlier thoughts are left out.
         ("Qwen-Qwen3-0.6B", THOUGHT, [("Yo", END), ("<think>\nso\n</think>\n\nBye.", END)]),
         # The prompt begins the thought.
@@ -95,8 +95,8 @@ END = "<|im_end|>\n"
             "openai-gpt-oss-120b",
             PLAIN,
             [
-                ("<|channel|>final<|message|>Yo", None),
-                ("<|channel|>final<|message|> Bye.\n", "<|return|>"),
+                ("<|channel|>final<|message|>Yo", "<|end|>"),
+                ("<|channel|>final<|message|> Bye.", "\n<|return|>"),
             ],
         ),
         # Earlier thoughts are left out of all but the last turn, which shows in what came before.
@@ -105,7 +105,7 @@ END = "<|im_end|>\n"
         (
             "mistralai-Mistral-Nemo-Instruct-2407",
             [{"role": "system", "content": "Be."}, *PLAIN],
-            [("Yo", "</s>"), (" Bye.\n", "</s>")],
+            [("Yo", "</s>"), (" Bye.", "\n</s>")],
         ),
         # The template marks what is generated itself: {% generation %}.
         ("LFM2.5-8B-A1B", PLAIN, [(f"Yo{END}", ""), (f" Bye.\n{END}", "")]),
@@ -113,7 +113,7 @@ END = "<|im_end|>\n"
             "mistralai-Mistral-Nemo-Instruct-2407",
             TOOLS,
             [
-                ("", '[TOOL_CALLS][{"name": "f", "arguments": {"a": "b"}, "id": "123456789"}]</s>'),
+                ('[TOOL_CALLS][{"name": "f", "arguments": {"a": "b', '"}, "id": "123456789"}]</s>'),
                 ("Done.", "</s>"),
             ],
         ),
@@ -141,22 +141,75 @@ def test_content_in_parts() -> None:
 @pytest.mark.parametrize(
     ("template", "why"),
     [
-        ("{% for m in messages %}{{ m.role }}{% endfor %}", "does not write what the message says"),
-        ("{% for m in messages %}{{ m.content * 2 }};{% endfor %}", "writes 2 times what"),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "message 1: .*does not write what"),
         (
-            "{{ messages | length }}{% for m in messages %}{{ m.content }};{% endfor %}"
+            "{% for m in messages | reverse %}{{ m.content }};{% endfor %}"
             "{% if add_generation_prompt %}<a>{% endif %}",
-            "earlier messages otherwise",
+            "message 1: .*earlier messages otherwise",
+        ),
+        # It has no prompt, and its last character is not where that would be.
+        (
+            "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}$",
+            "message 1: .*earlier messages otherwise",
         ),
         (
             "{% for m in messages %}{{ m.content }}{{ m.content | length }};{% endfor %}",
-            "what follows its content depends on the content",
+            "another text around marks",
+        ),
+        (
+            "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}<a>{{ m.content }}"
+            "{{ messages[0].content }}{{ m.content }}{% endif %};{% endfor %}"
+            "{% if add_generation_prompt %}<a>{% endif %}",
+            "message 1: .*in one piece",
+        ),
+        (
+            "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}",
+            "holds what others say",
         ),
     ],
 )
 def test_turns_that_cannot_be_told(template: str, why: str) -> None:
-    with pytest.raises(lt.InvalidInputError, match=f"message 1: .*{why}.*give input_ids"):
+    with pytest.raises(lt.InvalidInputError, match=why):
         rendered(template, PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% for m in messages %}{{ m.content * 2 }};{% endfor %}", [("YoYo", ";"), (" Bye.\n Bye.", "\n;")]),
+        # Earlier messages are written otherwise, but not what is next to the turn.
+        (
+            "{{ messages | length }}{% for m in messages %}{{ m.content }};{% endfor %}"
+            "{% if add_generation_prompt %}<a>{% endif %}",
+            [("Yo", ";"), (" Bye.", "\n;")],
+        ),
+        # The last question is written twice.
+        (
+            "{{ (messages | selectattr('role', 'equalto', 'user') | list)[-1].content }}!"
+            "{% for m in messages %}{{ m.content }};{% endfor %}{% if add_generation_prompt %}<a>{% endif %}",
+            [("Yo", ";"), (" Bye.", "\n;")],
+        ),
+    ],
+)
+def test_turns_of_odd_templates(template: str, expected: list[tuple[str, str]]) -> None:
+    assert pieces(template, PLAIN) == expected
+
+
+@pytest.mark.parametrize(
+    ("condition", "first"),
+    [
+        # Whether there is a content, which function is called, how a question ends, what the system wants.
+        ("m.role == 'user' and not m.content", {"role": "user", "content": ""}),
+        ("m.tool_calls and m.tool_calls[0].function.name == 'f'", TOOLS[1]),
+        ("m.content.endswith('/x')", {"role": "user", "content": "Hi /x"}),
+        ("m.content == '/x'", {"role": "system", "content": "/x"}),
+    ],
+)
+def test_templates_that_look_for_words(condition: str, first: dict[str, Any]) -> None:
+    template = TEMPLATE.replace("[{{ m.role }}]", f"{{% if {condition} %}}!{{% endif %}}[{{{{ m.role }}}}]")
+    messages = [first, USER, {"role": "assistant", "content": "Yo"}]
+    assert rendered(template, messages)[0].startswith("![")
+    assert pieces(template, messages) == [("Yo", "</s>\n")]
 
 
 def test_generation_tags() -> None:
@@ -170,8 +223,14 @@ def test_generation_tags() -> None:
 
 
 def test_the_marks_are_not_what_somebody_says() -> None:
-    odd = [USER, {"role": "assistant", "content": "\ue000\ue001\ue002"}]
-    assert pieces(TEMPLATE, odd) == [("\ue000\ue001\ue002", "</s>\n")]
+    said = "\U00020000\U00020001\U00020002\U00020005"
+    assert pieces(TEMPLATE, [USER, {"role": "assistant", "content": said}]) == [(said, "</s>\n")]
+
+
+def test_contents_in_ascii() -> None:
+    template = TEMPLATE.replace("m.content | trim", "m.content | tojson(ensure_ascii=True)")
+    messages = [USER, {"role": "assistant", "content": "\U00020000é"}]
+    assert pieces(template, messages) == [('"\\ud840\\udc00\\u00e9', '"</s>\n')]
 
 
 def skip(row: int, error: Exception) -> None:
@@ -234,6 +293,26 @@ def test_prompts_that_begin_a_thought(smollm2: lt.Model) -> None:
     assert masked(smollm2, [USER, {"role": "assistant", "content": "Yo"}], template=template) == [
         b"</think>Yo<|im_end|>"
     ]
+
+
+@pytest.mark.parametrize(
+    ("following", "why"),
+    [
+        # A number has no mark, and nothing shows where it begins.
+        ({"role": "tool", "content": 5}, "message 1: .*later messages change what ends it"),
+        # What the assistant says next does not end what it said before.
+        ({"role": "assistant", "content": "a<end>b"}, "no token ends"),
+    ],
+)
+def test_turns_that_end_otherwise_than_the_last(following: dict[str, Any], why: str, tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ '<end>' if loop.last else '#' }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    path = write_vocabulary(tmp_path / "tokens.gguf", ["<end>"], ["<end>"])
+    messages = [USER, {"role": "assistant", "content": "Yo"}, following]
+    with lt.Model(path, vocab_only=True) as model, pytest.raises(lt.InvalidInputError, match=why):
+        masked(model, messages, template=template)
 
 
 def test_the_date_of_templates(tmp_path: Path) -> None:

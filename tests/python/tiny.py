@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -268,17 +269,36 @@ class TinyQwen35(TinyLlama):
         )
 
 
-def _add_byte_tokenizer(writer: gguf.GGUFWriter) -> None:
-    """A SentencePiece-like vocabulary: <unk>, <s>, </s>, then the 256 bytes."""
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+def write_vocabulary(path: Path, specials: Sequence[str], ends: Sequence[str]) -> Path:
+    """A model file with a tokenizer and no weights: bytes, and tokens that stand for more.
+
+    :param ends: up to three of them that end what a model generates, the first one EOS.
+    """
+    writer = gguf.GGUFWriter(path, "llama")
+    eos, *others = (_N_BYTE_TOKENS + specials.index(end) for end in ends)
+    _add_byte_tokenizer(writer, specials, eos)
+    for add, token in zip((writer.add_eot_token_id, writer.add_eom_token_id), others, strict=False):
+        add(token)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+_N_BYTE_TOKENS = 3 + 256
+
+
+def _add_byte_tokenizer(writer: gguf.GGUFWriter, specials: Sequence[str] = (), eos: int = 2) -> None:
+    """A SentencePiece-like vocabulary: <unk>, <s>, </s>, then the 256 bytes, then special tokens."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *specials]
     types = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
-    types += [gguf.TokenType.BYTE] * 256
+    types += [gguf.TokenType.BYTE] * 256 + [gguf.TokenType.CONTROL] * len(specials)
     writer.add_tokenizer_model("llama")
     writer.add_token_list(tokens)
     writer.add_token_scores([0.0] * len(tokens))
     writer.add_token_types(types)
     writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
+    writer.add_eos_token_id(eos)
     writer.add_unk_token_id(0)
     writer.add_add_bos_token(True)
     writer.add_add_space_prefix(False)

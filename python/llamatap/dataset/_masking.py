@@ -44,14 +44,15 @@ class Masker:
             return len(text[:position].encode())
 
         for turn in turns:
-            content_end = byte(turn.content_end)
             first = int(np.searchsorted(begins, byte(turn.start)))
             if turn.prompt is not None:
                 first = self._common(tokens, turn.prompt)
-            if turn.closed:
-                end = content_end
-            else:
-                end = self._end(tokens, begins, ends, turn, content_end, byte(turn.end or turn.content_end))
+            end = None if turn.end is None else byte(turn.end)
+            if end is None or not turn.closed:
+                latest = int(np.searchsorted(begins, byte(turn.limit)))
+                if turn.follows is not None:
+                    latest = min(latest, int(np.searchsorted(begins, byte(turn.follows))) + 1)
+                end = self._end(tokens, begins, ends, byte(turn.said), end, latest)
             last = int(np.searchsorted(ends, end, side="right"))
             chosen[first:last] = True
         return tokens, chosen
@@ -68,37 +69,34 @@ class Masker:
         tokens: NDArray[np.int32],
         begins: NDArray[np.int64],
         ends: NDArray[np.int64],
-        turn: Turn,
-        content_end: int,
-        end: int,
+        said: int,
+        end: int | None,
+        latest: int,
     ) -> int:
-        """The byte after the token that ends a turn, or after what the turn says where none does."""
-        first = int(np.searchsorted(begins, content_end))
-        for index in range(first, len(tokens)):
-            # What begins the next message may be what ends this one (GLM's <|user|>).
-            if begins[index] >= end and index > first:
-                break
+        """The byte after the token that ends a turn, or after all that the turn writes where none does.
+
+        :param said: the byte after the last that the turn says.
+        :param end: the byte after what the template writes to end it, if that is known.
+        :param latest: the first token after it that does not end it.
+        """
+        first = int(np.searchsorted(begins, said))
+        for index in range(first, latest):
             if self._is_end(int(tokens[index])):
                 return int(ends[index])
-        if turn.open:
+        if end is None:
             raise InvalidInputError(
                 "no token ends an assistant's turn; give input_ids with a loss_mask instead"
             )
-        if turn.end is None and first < len(tokens) and self._is_control(int(tokens[first])):
-            return int(ends[first])
-        # Tool calls follow the content; blanks that only set turns apart do not belong to them.
+        # Blanks that only set turns apart do not belong to them.
         last = int(np.searchsorted(ends, end, side="right"))
         while last > first and not self._piece(int(tokens[last - 1])).strip():
             last -= 1
-        return int(ends[last - 1]) if last > first else content_end
+        return max(int(ends[last - 1]), said) if last else said
 
     def _is_end(self, token: int) -> bool:
         if token not in self._ends:
             self._ends[token] = self._model.is_end_of_generation(token)
         return self._ends[token]
-
-    def _is_control(self, token: int) -> bool:
-        return not self._model.token_bytes(token, special=False) and bool(self._piece(token))
 
     def _piece(self, token: int) -> bytes:
         if token not in self._pieces:
