@@ -13,7 +13,7 @@ from tiny import TinyLlama, write_vocabulary
 import llamatap as lt
 from llamatap import chat
 from llamatap.dataset._turns import Turn, assistant_turns
-from llamatap.dataset.samples import Preparation, prepare
+from llamatap.dataset.samples import Preparation, Preparer, prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = ROOT / "vendor" / "llama.cpp" / "models" / "templates"
@@ -313,6 +313,27 @@ def test_turns_that_end_otherwise_than_the_last(following: dict[str, Any], why: 
     messages = [USER, {"role": "assistant", "content": "Yo"}, following]
     with lt.Model(path, vocab_only=True) as model, pytest.raises(lt.InvalidInputError, match=why):
         masked(model, messages, template=template)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ({}, "message 1 says nothing"),
+        ({"content": None}, "message 1 says nothing"),
+        ({"value": "Yo"}, "message 1"),
+        ({"content": [{"type": "image"}]}, "knows of texts alone, and message 1 has"),
+    ],
+)
+def test_nobody_learns_to_say_none(smollm2: lt.Model, content: dict[str, Any], why: str) -> None:
+    """Nor how Python writes a list."""
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    with pytest.raises(lt.InvalidInputError, match=why):
+        masked(smollm2, [USER, {"role": "assistant", **content}], template=template)
+    parts = [{"type": "text", "text": text} for text in ("Yo", "Bye")]
+    messages = [USER, {"role": "assistant", "content": parts}]
+    tokens, mask, _ = Preparer(smollm2, Preparation(4096, template=template))({"messages": messages})
+    assert smollm2.detokenize(tokens[mask]) == "Yo\nBye<|im_end|>"
 
 
 def test_the_date_of_templates(tmp_path: Path) -> None:

@@ -194,12 +194,8 @@ REFUSED: dict[str, tuple[Callable[[list[Message]], bool], str]] = {
     "microsoft-Phi-3.5-mini-instruct": NO_CALLS,
     # Or contents in parts.
     "openbmb-MiniCPM5-1B": (has_parts, UNSAID),
-    # It ends no call, and the next token that ends anything is of what the system says after it. Lists it
-    # writes as Python does: what ends one is not told from what the system says.
-    "CohereForAI-c4ai-command-r-plus-tool_use": (
-        lambda chat: calls_anything(chat) or has_parts(chat),
-        "no token ends an assistant's turn",
-    ),
+    # It ends no call, and the next token that ends anything is of what the system says after it.
+    "CohereForAI-c4ai-command-r-plus-tool_use": (calls_anything, "no token ends an assistant's turn"),
     # It writes the text after the result of the call that the text comes with.
     "google-gemma-4-31B-it": (says_more_than_a_call, "in one piece"),
     # Its prompt for more after an assistant's turn leaves that open, the text does not.

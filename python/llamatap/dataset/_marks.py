@@ -16,7 +16,7 @@ from typing import Any
 from llamatap.chat import GENERATION_END, GENERATION_START
 from llamatap.errors import InvalidInputError
 
-__all__ = ["DEGREES", "Degree", "Kind", "Mark", "Marks", "Message", "Place", "Writing"]
+__all__ = ["DEGREES", "SAID", "Degree", "Kind", "Mark", "Marks", "Message", "Place", "Writing"]
 
 Message = Mapping[str, Any]
 
@@ -28,6 +28,8 @@ _ESCAPED = re.compile(rf"{_LETTER.pattern}|\\ud8[4-6][0-9a-f]\\ud[c-f][0-9a-f]{{
 
 # What an assistant may say beside its content: the names that chat templates know for thoughts.
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought", "tool_plan")
+#: Where an assistant's message may say something that is no content.
+SAID = (*_THOUGHTS, "tool_calls", "function_call")
 # Of a content's parts, where text may be.
 _TEXTS = ("text", "thinking", "content")
 

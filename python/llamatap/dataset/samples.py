@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamatap._native import usable_cpus
+from llamatap.dataset._marks import SAID
 from llamatap.dataset._masking import Masker
 from llamatap.dataset._turns import assistant_turns
 from llamatap.dataset.rows import Row
@@ -256,6 +257,10 @@ class Preparer:
         text = render(messages)
         if not text:
             raise InvalidInputError("the chat template makes an empty text of the messages")
+        if any(isinstance(one.get("content"), list) and str(one["content"]) in text for one in messages):
+            # The template does not know of parts, and writes them as Python does.
+            messages = [_joined(index, message) for index, message in enumerate(messages)]
+            text = render(messages)
         return self._masker.mask(text, assistant_turns(render, messages, text))
 
 
@@ -284,8 +289,27 @@ def _messages(value: Any) -> list[Mapping[str, Any]]:
             message = {"role": _ROLES.get(role, role), "content": message.get("value")}
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise InvalidInputError(f"message {index} must have a role, and is {message!r:.80}")
+        # Others may have their say in fields of their own.
+        names = SAID if message["role"] == "assistant" else [name for name in message if name != "role"]
+        if message.get("content") is None and not any(message.get(name) for name in names):
+            raise InvalidInputError(
+                f"message {index} says nothing: expected a content, found {message!r:.80}"
+            )
         messages.append(message)
     return messages
+
+
+def _joined(index: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with a text for content, in place of parts: their texts, a line each."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        raise InvalidInputError(
+            f"the chat template knows of texts alone, and message {index} has {content!r:.80}"
+        )
+    return {**message, "content": "\n".join(map(str, texts))}
 
 
 def _tools(value: Any) -> Any:
