@@ -315,6 +315,13 @@ def test_turns_that_end_otherwise_than_the_last(following: dict[str, Any], why: 
         masked(model, messages, template=template)
 
 
+def test_headers_that_no_prompt_ends_with(smollm2: lt.Model) -> None:
+    """What a template writes before an answer is its own, also where it knows no generation prompt."""
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    messages = [USER, {"role": "assistant", "content": "Yo"}, USER, {"role": "assistant", "content": "Bye"}]
+    assert masked(smollm2, messages, template=template) == [b"Yo<|im_end|>", b"Bye<|im_end|>"]
+
+
 @pytest.mark.parametrize(
     ("content", "why"),
     [

@@ -157,6 +157,8 @@ class _Conversation:
         if not said and self._marks.says(index):
             raise InvalidInputError("the template does not write what the message says")
         start = self._start(index, said[0].position if said else None)
+        if said:
+            start = self._without_header(index, start, said[0].position)
         limit = self._limit(index, start.position)
         if said and not start.position <= said[0].position <= said[-1].position <= limit:
             raise InvalidInputError("the template does not write what the message says in one piece")
@@ -204,6 +206,23 @@ class _Conversation:
         if header == "" and body is not None and (common or history[-1].get("role") == "assistant"):
             return _Start(in_text + common, text[:in_text] + tail, anchor, in_text, trailer)
         raise InvalidInputError("the template writes earlier messages otherwise once the turn is there")
+
+    def _without_header(self, index: int, start: _Start, first: int) -> _Start:
+        """Where a turn starts whose header the template writes, and no prompt ends with.
+
+        :param first: where the first that its message says has ended.
+        """
+        content = self._marks.messages[index].get("content")
+        between = self._whole.text[start.position : first]
+        if not isinstance(content, str) or not (content := self._marks.read(content).text.strip()):
+            return start
+        before, found, after = between.rpartition(content)
+        if not found or after.strip() or not before.strip():
+            return start
+        history = self._marks.messages[:index]
+        if self._read(history, add_generation_prompt=True).text != self._read(history).text:
+            return start
+        return replace(start, position=start.position + len(before))
 
     def _anchor(self, prompt: Writing, first: int | None) -> tuple[Mark | None, int, int]:
         """The last mark that a prompt and the text have in common before a turn, and where it is in both."""
