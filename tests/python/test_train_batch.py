@@ -4,6 +4,7 @@ speculators' `shift_batch` and `CollateFn` (0.9.0)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -141,15 +142,18 @@ def test_what_there_is_nothing_to_learn_from_is_counted() -> None:
         # Nothing comes before the first token.
         sample([1, 2, 3], [1, 0, 0]),
         sample([4, 5, 6], hidden_states=None),
+        replace(sample([1, 2, 3]), hidden_states=states([1, 2, 3, 4])),
+        replace(sample([1, 2, 3]), loss_mask=np.ones(2, np.float32)),
     ]
     reasons = {
         "no states": 2,
         "fewer than 2 rows": 1,
         "NaN or infinity in the states": 1,
         "no token in the window counts for the loss": 2,
+        "rows, tokens and loss mask of unlike lengths": 2,
     }
     assert trainable(samples) == ([], reasons)
-    message = "in 6 samples: " + ", ".join(f"{count} with {reason}" for reason, count in reasons.items())
+    message = "in 8 samples: " + ", ".join(f"{count} with {reason}" for reason, count in reasons.items())
     with pytest.raises(lt.InvalidInputError, match=message):
         training_batch(samples)
     with pytest.raises(lt.InvalidInputError, match="no sample was added; give on_states="):

@@ -68,8 +68,9 @@ def window(sample: Sample, max_len: int = 512) -> tuple[int, int]:
 def trainable(samples: Iterable[Sample], max_len: int = 512) -> tuple[list[Sample], dict[str, int]]:
     """The samples that something can be learnt from.
 
-    :returns: these samples, in order, and how many others there are by what is missing: "no states", "fewer
-        than 2 rows", "NaN or infinity in the states", "no token in the window counts for the loss".
+    :returns: these samples, in order, and how many others there are by what is missing: "no states", "rows,
+        tokens and loss mask of unlike lengths", "fewer than 2 rows", "NaN or infinity in the states", "no
+        token in the window counts for the loss".
     """
     found = []
     reasons: Counter[str] = Counter()
@@ -84,6 +85,8 @@ def trainable(samples: Iterable[Sample], max_len: int = 512) -> tuple[list[Sampl
 def _why_not(sample: Sample, max_len: int) -> str | None:
     if sample.hidden_states is None:
         return "no states"
+    if not len(sample.hidden_states) == len(sample.input_ids) == len(sample.loss_mask):
+        return "rows, tokens and loss mask of unlike lengths"
     if len(sample.hidden_states) < 2:
         return "fewer than 2 rows"
     if not sample.finite:
