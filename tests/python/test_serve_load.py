@@ -21,6 +21,7 @@ import pytest
 from conftest import EXACT, relative
 
 import llamatap as lt
+from llamatap._native import _core
 from llamatap.layers import translate
 
 FLAGS = ("--kv-type", "f32", "--flash-attn", "off", "--threads", str(EXACT["n_threads"]), "--n-ctx", "2048")
@@ -119,7 +120,9 @@ def test_many_clients_get_what_is_theirs(
     assert warm + done >= 2_000
     after = metric(url, 'llamatap_requests_total{path="/v1/hidden_states",status="200"}')
     assert after - before == warm + done
-    assert resident(process) - settled < 40
+    # AddressSanitizer keeps what was freed.
+    if not _core.build_info()["sanitize"]:
+        assert resident(process) - settled < 40
     assert metric(url, 'llamatap_queue_prompts{model="tiny"}') == 0
 
 
@@ -170,9 +173,9 @@ def test_sigterm_answers_what_was_accepted(tiny_path: Path) -> None:
         states = {"model": "tiny", "input": [[5] * 700] * 20, "max_length": 700, "pooling": "last"}
         text = {"model": "tiny", "prompt": [5, 6], "max_tokens": 200, "ignore_eos": True}
         asked = [
-            pool.submit(httpx.post, f"{url}/v1/hidden_states", json=states, timeout=60) for _ in range(6)
+            pool.submit(httpx.post, f"{url}/v1/hidden_states", json=states, timeout=300) for _ in range(6)
         ]
-        asked += [pool.submit(httpx.post, f"{url}/v1/completions", json=text, timeout=60) for _ in range(6)]
+        asked += [pool.submit(httpx.post, f"{url}/v1/completions", json=text, timeout=300) for _ in range(6)]
         deadline = time.monotonic() + 30
         # All of them are in: some computed, some waiting.
         while metric(url, 'llamatap_queue_prompts{model="tiny"}') < 20:
