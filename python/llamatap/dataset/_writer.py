@@ -18,15 +18,12 @@ __all__ = ["Writer"]
 #: Samples by their number, and their states.
 Batch = Sequence[tuple[int, States]]
 
-# A GPU computes faster than one thread writes.
-_THREADS = 2
-
 
 class Writer:
-    """Threads that write batches as they come.
+    """A thread that writes batches in the order in which they come.
 
-    :param write: writes one sample; called by several threads.
-    :param wrote: called after each batch with the numbers of its samples, by one thread at a time.
+    :param write: writes one sample.
+    :param wrote: called after each batch with the numbers of its samples.
     :param room: the most batches that are computed and not written.
     """
 
@@ -38,11 +35,7 @@ class Writer:
         self._room = threading.Semaphore(room)
         self._batches: SimpleQueue[Batch | None] = SimpleQueue()
         self._error: BaseException | None = None
-        self._telling = threading.Lock()
-        self._threads = [
-            threading.Thread(target=self._work, name=f"llamatap-dataset-{number}", daemon=True)
-            for number in range(_THREADS)
-        ]
+        self._thread = threading.Thread(target=self._work, name="llamatap-dataset", daemon=True)
 
     def reserve(self) -> None:
         """Wait for room for one more batch.
@@ -68,14 +61,12 @@ class Writer:
         try:
             for index, states in batch:
                 self._write(index, states)
-            with self._telling:
-                self._wrote([index for index, _ in batch])
+            self._wrote([index for index, _ in batch])
         except BaseException as error:
             self._error = error
 
     def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
         return self
 
     def __exit__(
@@ -85,9 +76,7 @@ class Writer:
         trace: TracebackType | None,
     ) -> None:
         """Write what is still to be written, also after an error elsewhere."""
-        for _ in self._threads:
-            self._batches.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._batches.put(None)
+        self._thread.join()
         if error is None and self._error is not None:
             raise self._error

@@ -77,7 +77,7 @@ class Layout(ABC):
 
     @abstractmethod
     def write(self, index: int, states: NDArray[Any]) -> None:
-        """Write a sample, whole or not at all: called by several threads, with samples of their own.
+        """Write a sample, whole or not at all: called by one thread of each process.
 
         :param states: ``(n_tokens, n_columns, n_embd)``, all finite.
         :raises OSError: it cannot be written.

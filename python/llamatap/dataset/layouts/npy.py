@@ -86,7 +86,7 @@ class NpyLayout(Layout):
                 scratch.write_bytes((marks * np.uint8(_SYNCED)).tobytes())
             with atomic_path(self._boot) as scratch:
                 scratch.write_text(boot_id())
-        self._unsynced: set[int] = set()
+        self._unsynced: list[int] = []
         self._last_sync = time.monotonic()
 
     def _booted(self) -> bool:
@@ -110,20 +110,18 @@ class NpyLayout(Layout):
         for column, layer in enumerate(self.columns):
             _write_at(self._path(layer), start, np.ascontiguousarray(states[:, column]).tobytes())
         _write_at(self._marks, index, bytes([_WRITTEN]))
-        self._unsynced.add(index)
+        self._unsynced.append(index)
         if time.monotonic() - self._last_sync > _INTERVAL:
             self.sync()
 
     def sync(self) -> None:
         self._last_sync = time.monotonic()
-        # Another thread may be writing more.
-        written = list(self._unsynced)
         for layer in self.columns:
             with self._path(layer).open("rb") as file:
                 os.fsync(file.fileno())
-        for index in written:
+        for index in self._unsynced:
             _write_at(self._marks, index, bytes([_SYNCED]))
-        self._unsynced.difference_update(written)
+        self._unsynced.clear()
 
     def finish(self, lost: Sequence[int]) -> None:
         tokens = np.concatenate([sample.tokens for sample in self.samples])
