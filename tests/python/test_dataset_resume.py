@@ -478,3 +478,20 @@ def test_a_power_failure(tiny_model: lt.Model, tmp_path: Path, monkeypatch: pyte
     assert_same(folder, tmp_path / "calm")
     after = np.frombuffer((folder / ".llamatap" / "written").read_bytes(), np.uint8)
     assert (after > 0).all()
+
+
+@pytest.mark.parametrize("layout", ["speculators", "npy"])
+def test_what_a_killed_run_left_half_written(layout: str, tiny_model: lt.Model, tmp_path: Path) -> None:
+    """An array of a layer takes all of its room from the start: a copy for each kill would fill the disk."""
+    options: dict[str, Any] = {"layers": [1], "layout": layout, "batch_tokens": 64}
+    folder = tmp_path / "o"
+    interrupted(tiny_model, random_rows(16, 20), folder, Options(**options))
+    names = ("layer_1.npy", "index.npy", "state.json", "skipped.jsonl", "llamatap.json", ".llamatap/written")
+    half = [(folder / name).with_name(f".{Path(name).name}.01234567") for name in names]
+    for path in half:
+        path.mkdir()
+        (path / "half").write_text("half")
+    (folder / ".mine").mkdir()
+    assert dataset.write(tiny_model, random_rows(16, 20), folder, Options(**options, resume=True)).complete
+    assert [path for path in half if path.exists()] == []
+    assert (folder / ".mine").is_dir()
