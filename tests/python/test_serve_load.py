@@ -169,7 +169,9 @@ def test_a_client_that_is_killed_frees_its_place(
 
 
 def test_sigterm_answers_what_was_accepted(tiny_path: Path) -> None:
-    with served("--model", f"tiny={tiny_path}", *FLAGS) as (process, url), ThreadPoolExecutor(12) as pool:
+    # Under the sanitizers the load is one of minutes.
+    flags = (*FLAGS, "--drain", "300")
+    with served("--model", f"tiny={tiny_path}", *flags) as (process, url), ThreadPoolExecutor(12) as pool:
         states = {"model": "tiny", "input": [[5] * 700] * 20, "max_length": 700, "pooling": "last"}
         text = {"model": "tiny", "prompt": [5, 6], "max_tokens": 200, "ignore_eos": True}
         asked = [
