@@ -1,8 +1,9 @@
 """Bring the engine's source (llama.cpp) into vendor/llama.cpp, as pinned in vendor/engine.json.
 
-The source is taken from the sdist of the package that the pin names; pip downloads it and checks
-its sha256. The folder carries a stamp with the pin and the sha256 of every file, so that a second
-call costs nothing and a folder that is half filled, edited or of another pin is fetched anew.
+The source is taken from the sdist of the package that the pin names; pip downloads it and checks its
+sha256. Then vendor/patches/*.patch are applied, in the order of their names. The folder carries a stamp
+with the pin, the patches and the sha256 of every file, so that a second call costs nothing and a folder
+that is half filled, edited, of another pin or of other patches is fetched anew.
 
     python vendor/fetch.py                     what the wheel needs
     python vendor/fetch.py --set peers         the tests, tools, vocabularies and templates too
@@ -19,6 +20,7 @@ import fnmatch
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +31,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 PIN_FILE = HERE / "engine.json"
+PATCHES = HERE / "patches"
 STAMP = ".llamatap-stamp.json"
 # Each set holds all that the sets before it hold.
 SETS = ("build", "peers")
@@ -43,9 +46,10 @@ def read_pin() -> dict[str, Any]:
     return pin
 
 
-def identity(pin: dict[str, Any]) -> dict[str, str]:
-    """The part of the pin that decides whether a folder is still the right one."""
+def identity(pin: dict[str, Any]) -> dict[str, Any]:
+    """Decides, of the pin and the patches, whether a folder is still the right one."""
     return {
+        "patches": {path.name: file_sha256(path) for path in sorted(PATCHES.glob("*.patch"))},
         "package": pin["package"],
         "version": pin["version"],
         "sha256": pin["sha256"],
@@ -106,6 +110,15 @@ def fault(folder: Path, pin: dict[str, Any], name: str) -> str | None:
     return None
 
 
+def files_of(folder: Path) -> dict[str, str]:
+    """The sha256 of each file of a folder, as its stamp has it."""
+    try:
+        files = json.loads((folder / STAMP).read_text())["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return files if isinstance(files, dict) else {}
+
+
 def download(pin: dict[str, Any], folder: Path) -> Path:
     """The pinned sdist, downloaded by pip (which checks the sha256) into `folder`."""
     requirements = folder / "requirements.txt"
@@ -125,8 +138,58 @@ def download(pin: dict[str, Any], folder: Path) -> Path:
     return found[0]
 
 
-def unpack(pin: dict[str, Any], name: str, sdist: Path, target: Path) -> None:
-    """Write the set `name` and its stamp below `target`, which must not exist."""
+def apply_patch(patch: Path, folder: Path) -> set[str]:
+    """Apply a unified diff below `folder`. Every line of it must be found where it says, as it says: a patch
+    that fits by guessing may change another place of another engine.
+
+    :returns: the paths that it changed.
+    """
+    lines = patch.read_text(encoding="utf-8").splitlines(keepends=True)
+    changed: dict[str, list[str]] = {}
+    originals: dict[str, list[str]] = {}
+    path, i = "", 0
+    while i < len(lines):
+        if lines[i].startswith("--- a/") and lines[i + 1].startswith("+++ b/"):
+            path = lines[i + 1][len("+++ b/") :].strip()
+            if not (folder / path).is_file():
+                raise FetchError(f"{patch.name} does not fit this engine: {path} is not there")
+            originals[path] = (folder / path).read_text(encoding="utf-8").splitlines(keepends=True)
+            changed[path] = []
+            done = 0  # lines of the original
+            i += 2
+        elif hunk := re.match(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,\d+)? @@", lines[i]):
+            original = originals[path]
+            begin, left = int(hunk[1]) - 1, int(hunk[2] or 1)
+            changed[path] += original[done:begin]
+            done, i = begin, i + 1
+            while left > 0 or (i < len(lines) and lines[i].startswith("+")):
+                kind, text = lines[i][0], lines[i][1:]
+                if kind in " -":
+                    if original[done : done + 1] != [text]:
+                        raise FetchError(
+                            f"{patch.name} does not fit this engine: line {done + 1} of {path} should be "
+                            f"{text.strip()!r}; make the patch anew for it, or remove it"
+                        )
+                    done, left = done + 1, left - 1
+                if kind in " +":
+                    changed[path].append(text)
+                i += 1
+            if not any(line.startswith("@@") for line in lines[i : i + 1]):
+                changed[path] += original[done:]
+        else:
+            i += 1  # the reason, before the first file
+    if not changed:
+        raise FetchError(f"{patch.name} changes nothing")
+    for path, result in changed.items():
+        (folder / path).write_text("".join(result), encoding="utf-8")
+    return set(changed)
+
+
+def unpack(pin: dict[str, Any], name: str, sdist: Path, target: Path, previous: dict[str, str]) -> None:
+    """Write the set `name` and its stamp below `target`, which must not exist.
+
+    :param previous: the sha256 of each file of the folder that this one replaces.
+    """
     found = file_sha256(sdist)
     if found != pin["sha256"]:
         raise FetchError(f"{sdist.name}: expected sha256 {pin['sha256']}, found {found}")
@@ -151,6 +214,13 @@ def unpack(pin: dict[str, Any], name: str, sdist: Path, target: Path) -> None:
             # One time for all files of a pin: an unchanged engine is not compiled again.
             os.utime(file, (member.mtime, member.mtime))
             files[path] = hashlib.sha256(data).hexdigest()
+    for patch in sorted(PATCHES.glob("*.patch")):
+        for path in apply_patch(patch, target):
+            files[path] = file_sha256(target / path)
+    for path, digest in files.items():
+        # Changed by a patch that came or went: whoever compiles must see it by its time.
+        if previous.get(path, digest) != digest:
+            os.utime(target / path)
     if not files:
         raise FetchError(f"{sdist.name} holds no {pin['subfolder']}")
     stamp = {"pin": identity(pin), "set": name, "files": files}
@@ -179,7 +249,7 @@ def fetch(folder: Path, name: str, sdist: Path | None = None, *, quiet: bool = F
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
             source = sdist if sdist is not None else download(pin, Path(scratch))
             fresh = Path(scratch) / "new"
-            unpack(pin, name, source, fresh)
+            unpack(pin, name, source, fresh, files_of(folder))
             if folder.exists():
                 folder.rename(Path(scratch) / "old")
             fresh.rename(folder)

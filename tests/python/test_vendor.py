@@ -34,7 +34,7 @@ def script() -> ModuleType:
 
 FILES = {
     "LICENSE": b"licence",
-    "src/a.cpp": b"int a;",
+    "src/a.cpp": b"int a;\n",
     "src/models/b.cpp": b"int b;",
     "ggml/src/ggml.c": b"c",
     "ggml/src/ggml-cuda/x.cu": b"cuda",
@@ -45,7 +45,15 @@ FILES = {
 
 
 @pytest.fixture
-def sdist(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def patches(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "patches"
+    folder.mkdir()
+    monkeypatch.setattr(script, "PATCHES", folder)
+    return folder
+
+
+@pytest.fixture
+def sdist(script: ModuleType, patches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "pkg-1.0.tar.gz"
     with tarfile.open(path, "w:gz") as archive:
         for name, content in {**FILES, "../../outside": b""}.items():
@@ -99,7 +107,7 @@ def test_a_damaged_folder_is_repaired(script: ModuleType, sdist: Path, tmp_path:
     (folder.parent / ".llama.cpp.leftover").mkdir()
     script.fetch(folder, "build", sdist)
     assert contents(folder) == BUILD
-    assert (folder / "src/a.cpp").read_bytes() == b"int a;"
+    assert (folder / "src/a.cpp").read_bytes() == b"int a;\n"
     assert [p.name for p in folder.parent.iterdir() if p.is_dir()] == ["llama.cpp"]
 
 
@@ -129,3 +137,71 @@ def test_a_folder_of_someone_else_is_not_replaced(script: ModuleType, sdist: Pat
     with pytest.raises(script.FetchError, match="not written by this program"):
         script.fetch(folder, "build", sdist)
     assert contents(folder) == {"mine.txt"}
+
+
+PATCH = """Why it is needed.
+
+--- a/src/a.cpp
++++ b/src/a.cpp
+@@ -1,3 +1,4 @@
+ int a;
+-int b;
++int c;
++int d;
+ int e;
+"""
+
+
+def test_patches_are_applied(script: ModuleType, patches: Path, tmp_path: Path) -> None:
+    (patches / "0001-x.patch").write_text(PATCH)
+    file = tmp_path / "src/a.cpp"
+    file.parent.mkdir()
+    file.write_text("int a;\nint b;\nint e;\nint f;\n")
+    assert script.apply_patch(patches / "0001-x.patch", tmp_path) == {"src/a.cpp"}
+    assert file.read_text() == "int a;\nint c;\nint d;\nint e;\nint f;\n"
+
+
+@pytest.mark.parametrize("content", ["int a;\nint z;\nint e;\n", "\nint a;\nint b;\nint e;\n", "int a;\n"])
+def test_a_patch_that_does_not_fit_is_refused(
+    script: ModuleType, patches: Path, tmp_path: Path, content: str
+) -> None:
+    (patches / "0001-x.patch").write_text(PATCH)
+    file = tmp_path / "src/a.cpp"
+    file.parent.mkdir()
+    file.write_text(content)
+    with pytest.raises(script.FetchError, match=r"0001-x\.patch does not fit this engine: line \d of src/a"):
+        script.apply_patch(patches / "0001-x.patch", tmp_path)
+    assert file.read_text() == content
+
+
+def test_another_patch_is_another_engine(
+    script: ModuleType, sdist: Path, patches: Path, tmp_path: Path
+) -> None:
+    folder, patch = tmp_path / "vendor" / "llama.cpp", patches / "0001-x.patch"
+
+    def fetch() -> dict[str, float]:
+        script.fetch(folder, "build", sdist)
+        return {path: (folder / path).stat().st_mtime for path in BUILD}
+
+    plain = fetch()
+    patch.write_text("Why.\n\n--- a/src/a.cpp\n+++ b/src/a.cpp\n@@ -1 +1 @@\n-int a;\n+int b;\n")
+    patched = fetch()
+    assert (folder / "src/a.cpp").read_text() == "int b;\n"
+    # A compiler must see what a patch changes, and nothing else.
+    assert {path for path in BUILD if patched[path] != plain[path]} == {"src/a.cpp"}
+    patch.write_text(patch.read_text().replace("-int a;", "-int z;"))
+    with pytest.raises(script.FetchError, match=r"line 1 of src/a\.cpp should be 'int z;'"):
+        fetch()
+    assert (folder / "src/a.cpp").read_text() == "int b;\n"
+    patch.unlink()
+    assert fetch()["src/a.cpp"] >= patched["src/a.cpp"]
+    assert (folder / "src/a.cpp").read_text() == "int a;\n"
+
+
+def test_the_engine_here_is_the_patched_one(script: ModuleType) -> None:
+    folder = ROOT / "vendor" / "llama.cpp"
+    if not (folder / script.STAMP).exists():
+        pytest.skip("built from another folder")
+    assert script.fault(folder, script.read_pin(), "build") is None
+    barrier = (folder / "ggml/src/ggml-cpu/ggml-cpu.c").read_text().partition("void ggml_barrier")[2]
+    assert "sched_yield" in barrier[:2000]
