@@ -26,6 +26,8 @@ namespace {
 constexpr uint64_t kCellBytes = 48;
 // Planning a context makes these notes, so larger ones are told from two that are smaller.
 constexpr uint32_t kMostPlanned = 1U << 20;
+// Of what is available, what an offer makes use of: less may be left when it is taken up.
+constexpr double kOffered = 0.97;
 
 struct FreeContext {
   void operator()(llama_context* context) const { llama_free(context); }
@@ -38,6 +40,7 @@ struct Place {
   double available = 0;
 
   double missing() const { return needed - available; }
+  double missing_of_offer() const { return needed - kOffered * available; }
 };
 
 /// All places, and the one that lacks most.
@@ -49,6 +52,12 @@ const Place& tightest(const Need& need) {
 }
 
 bool fits(const Need& need) { return tightest(need).missing() <= 0; }
+
+double missing_of_offer(const Need& need) {
+  double most = need.front().missing_of_offer();
+  for (const auto& place : need) most = std::max(most, place.missing_of_offer());
+  return most;
+}
 
 /// Contexts that the engine plans and does not allocate.
 class Planner {
@@ -85,21 +94,21 @@ class Planner {
     return high;
   }
 
-  /// The largest context that fits and is smaller than `n_ctx`; 0 when none is.
+  /// The largest context that fits, with a margin, and is smaller than `n_ctx`; 0 when none is.
   uint32_t largest(uint32_t n_ctx, const Need& of_it) const {
     double low = step();
     double high = n_ctx;
     const auto smallest = need(step());
-    if (!smallest || !fits(*smallest)) return 0;
-    double low_missing = tightest(*smallest).missing();
-    double high_missing = tightest(of_it).missing();
+    if (!smallest || missing_of_offer(*smallest) > 0) return 0;
+    double low_missing = missing_of_offer(*smallest);
+    double high_missing = missing_of_offer(of_it);
     // What is needed grows about linearly, so the first guess is close.
     for (int i = 0; i < 6 && high - low > step(); ++i) {
       const double guess = low + (high - low) * -low_missing / (high_missing - low_missing);
       const double next = std::clamp(std::floor(guess / step()) * step(), low + step(), high - 1);
       const auto found = need(static_cast<uint32_t>(next));
       if (!found) return 0;
-      const double missing = tightest(*found).missing();
+      const double missing = missing_of_offer(*found);
       const bool is_close = missing <= 0 && next - low < 0.01 * next && i > 0;
       (missing <= 0 ? low : high) = next;
       (missing <= 0 ? low_missing : high_missing) = missing;
@@ -206,7 +215,7 @@ std::string size_text(double bytes) {
   if (bytes < kGibi) {
     std::snprintf(text.data(), text.size(), "%.0f MiB", std::ceil(bytes / kMebi));
   } else {
-    std::snprintf(text.data(), text.size(), "%.1f GiB", bytes / kGibi);
+    std::snprintf(text.data(), text.size(), "%.2f GiB", bytes / kGibi);
   }
   return text.data();
 }

@@ -88,7 +88,7 @@ def gibibytes(size: float) -> str:
     """Bytes for a message."""
     if size < 2**30:
         return f"{math.ceil(size / 2**20):,} MiB"
-    return f"{size / 2**30:,.1f} GiB"
+    return f"{size / 2**30:,.2f} GiB"
 
 
 def _room_v2(folder: Path, swap: int) -> list[int]:
