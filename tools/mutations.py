@@ -274,7 +274,7 @@ MUTATIONS = [
     Mutation(
         "a saved state fits any weights",
         "python/llamatap/context.py",
-        '            "weights": self.model.sample,\n            "converted_to": self.model.weights,\n',
+        '            "weights": self.model.files.sample,\n            "converted_to": self.model.weights,\n',
         "",
         "tests/python/test_context.py",
     ),
