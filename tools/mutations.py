@@ -540,7 +540,7 @@ MUTATIONS = [
     Mutation(
         "a preset keeps all rows",
         "python/llamatap/serve/hidden_states.py",
-        "window = None if self.preset is None else self.preset.rows",
+        "window = self.preset.rows",
         "window = None",
         "tests/python/test_serve_hidden_states.py -k ones_own",
     ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import sys
 import threading
 from collections.abc import Iterator
 from types import TracebackType
@@ -20,7 +19,7 @@ from llamatap._prompts import Input, prompt_tokens
 from llamatap._sequence import Prompt
 from llamatap.context import Context
 from llamatap.drafters import AnyDrafter, as_drafter
-from llamatap.errors import BusyError, ClosedError, InvalidInputError, UnsupportedError
+from llamatap.errors import BusyError, ClosedError, InvalidInputError
 from llamatap.generation import Event
 
 if TYPE_CHECKING:
@@ -197,13 +196,10 @@ class Session(Closing):
         return f"Session({'closed' if self._closed else f'pending={self.pending}'})"
 
     def __del__(self) -> None:
-        if self._closed or sys.is_finalizing():
+        if self._closed:
             return
         try:
             self.close()
-        except (ClosedError, UnsupportedError):
-            # The drafter was closed before, or this is a forked child, whose contexts compute nothing.
-            pass
         except Exception as error:
             _logger.warning("a session that was not closed could not be tidied up: %r", error)
 

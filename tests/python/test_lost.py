@@ -94,17 +94,18 @@ def test_a_lost_session_in_a_cycle(context: lt.Context) -> None:
     """Its own texts' function leads back to it: the collector finds that, with the context still in use."""
 
     class Keeper:
-        def __init__(self, context: lt.Context) -> None:
-            self.session = lt.Session(context)
+        def __init__(self, context: lt.Context, drafter: lt.Drafter) -> None:
+            self.session = lt.Session(context, drafter)
             self.session.add("hello", states="full", on_states=self.keep, **OPTIONS)
             self.session.step()
 
         def keep(self, generation: lt.Generation) -> None:
             raise AssertionError("nothing is finished")
 
-    Keeper(context)
+    noting = Noting()
+    Keeper(context, noting)
     gc.collect()
-    assert_free(context)
+    assert_free(context, noting)
 
 
 def test_lost_with_its_context(tiny_model: lt.Model) -> None:

@@ -207,6 +207,11 @@ def test_a_text_without_rows_names_the_preset_and_them(tiny_model: lt.Model, tmp
             preset.encode(tiny_model, prompt)
         with pytest.raises(lt.InvalidInputError, match=f"^input 1: {message}"):
             preset.encode(tiny_model, ["abcdef", prompt])
+    preset = load_preset(written(tmp_path, told.replace('"6:-1"', '"7:-1"')))
+    with pytest.raises(
+        lt.InvalidInputError, match='keeps the rows "7:-1" of a text, and this one has 8 tokens'
+    ):
+        preset.encode(tiny_model, "abcdefghi")
 
 
 def test_states_say_whether_the_text_was_cut(tiny_model: lt.Model, tmp_path: Path) -> None:

@@ -394,7 +394,8 @@ def test_a_preset_of_ones_own(tiny_path: Path, tiny: TinyLlama, model: lt.Model,
         body = {"model": "tiny", "preset": "mine", "prompt": "a", "max_length": 10}
         assert "9 at most" in server.error("/v1/hidden_states", 400, "invalid_request_error", **body)
         none_left = {"model": "tiny", "preset": "mine", "prompt": "a", "max_length": 1}
-        server.error("/v1/hidden_states", 400, "invalid_request_error", **none_left)
+        message = server.error("/v1/hidden_states", 400, "invalid_request_error", **none_left)
+        assert 'preset mine keeps the rows "2:" of a text, and this one has 1 token,' in message
 
 
 def test_a_preset_without_a_length_takes_the_whole_text(

@@ -64,13 +64,19 @@ def test_the_hash_is_of_all_shards(tiny_model: lt.Model, shards: list[Path]) -> 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_a_replaced_shard_is_not_hashed_as_the_loaded_one(index: int, shards: list[Path]) -> None:
-    with lt.Model(shards[0]) as model, lt.Extractor(model, **EXACT) as extractor:
-        first, second = extractor([5]), extractor([6])
+    with (
+        lt.Model(shards[0]) as model,
+        lt.Extractor(model) as one,
+        lt.Extractor(model) as two,
+        lt.Extractor(model) as three,
+    ):
+        first, second, third = one([5]), two([5]), three([5])
+        assert first.provenance["model_sha256"] == combined(shards)
         content = shards[index].read_bytes()
         shards[index].unlink()
-        assert first.provenance["model_sha256"] is None
-        shards[index].write_bytes(content + b"more")
         assert second.provenance["model_sha256"] is None
+        shards[index].write_bytes(content + b"more")
+        assert third.provenance["model_sha256"] is None
 
 
 def test_saved_sequences_are_of_a_model_with_all_its_shards(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ class Preset:
             assert self.rows is not None
             raise InvalidInputError(
                 f'preset {self.name} keeps the rows "{window_text(self.rows)}" of a text, and this one has '
-                f"{n_tokens} tokens, the template's included: no row is left"
+                f"{n_tokens} token{'' if n_tokens == 1 else 's'}, the template's included: no row is left"
             ) from None
 
     @overload
