@@ -17,7 +17,7 @@ from llamatap._check import instance, integer, separate
 from llamatap._closing import Closing
 from llamatap._native import _core, flush_log
 from llamatap._packing import most_sequences, packs
-from llamatap._prompts import Input, Window, bounds, is_single, out_array, prompt_tokens
+from llamatap._prompts import Input, Window, bounds, cut_prompt, is_single, out_array
 from llamatap.context import Context, ContextOptions
 from llamatap.errors import (
     BusyError,
@@ -44,6 +44,7 @@ class _Job:
     """A prompt, what is wanted of it, and where it goes."""
 
     tokens: NDArray[np.int32]
+    n_prompt: int  # with what max_length cut
     begin: int
     end: int
     out: NDArray[Any]
@@ -110,7 +111,7 @@ class _Run:
         return list(value)
 
     def _job(self, model: Model, prompt: Input, window: Window | None, out: object) -> _Job:
-        tokens = prompt_tokens(model, prompt, self.max_length)
+        tokens, n_prompt = cut_prompt(model, prompt, self.max_length)
         begin, end = bounds(window, len(tokens))
         rows = () if self.pool is not None else (end - begin,)
         shape = (*rows, len(self.layers), model.n_embd)
@@ -119,7 +120,7 @@ class _Run:
             array = typed_view(_core.allocate(shape, self.dtype), self.dtype)
         else:
             array = out_array(out, shape, self.dtype)
-        return _Job(tokens, begin, end, array)
+        return _Job(tokens, n_prompt, begin, end, array)
 
     def compute(self, context: Context, indices: Sequence[int]) -> dict[int, States]:
         """Compute some of the prompts in one context."""
@@ -165,6 +166,8 @@ class _Run:
                 "window": [job.begin, job.end],
                 "pooling": self.pool,
                 "max_length": self.max_length,
+                "prompt_tokens": job.n_prompt,
+                "truncated": job.n_prompt > len(job.tokens),
             },
         )
 
