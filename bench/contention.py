@@ -54,7 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Generation and extraction beside busy processes.")
     parser.add_argument("model", type=Path, nargs="?", help="default: SmolLM2-135M")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--loops", type=int, nargs="+", default=[1, 2], help="numbers of busy processes")
+    parser.add_argument("--loops", type=int, nargs="*", default=[1, 2], help="numbers of busy processes")
     parser.add_argument("--threads", type=int, help="default: one a core")
     parser.add_argument("--cgroup", type=Path, help="a cgroup to make, for the loops")
     arguments = parser.parse_args()

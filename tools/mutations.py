@@ -274,7 +274,7 @@ MUTATIONS = [
     Mutation(
         "a saved state fits any weights",
         "python/llamatap/context.py",
-        '            "weights": self.model.sample,\n            "converted_to": self.model.weights,\n',
+        '            "weights": self.model.files.sample,\n            "converted_to": self.model.weights,\n',
         "",
         "tests/python/test_context.py",
     ),
@@ -540,7 +540,7 @@ MUTATIONS = [
     Mutation(
         "a preset keeps all rows",
         "python/llamatap/serve/hidden_states.py",
-        "window = None if self.preset is None else self.preset.rows",
+        "window = self.preset.rows",
         "window = None",
         "tests/python/test_serve_hidden_states.py -k ones_own",
     ),

@@ -169,6 +169,7 @@ uint64_t GgufFile::count(const std::string& key, uint64_t otherwise) const {
 }
 
 void GgufFile::check() const {
+  check_first();
   const std::string arch = text("general.architecture");
   if (arch.empty()) fail("general.architecture is missing: this file holds no model");
   const uint64_t n_blocks = count(arch + ".block_count", 0);
@@ -178,6 +179,68 @@ void GgufFile::check() const {
 
   const auto paths = parts();
   for (size_t i = 1; i < paths.size(); ++i) GgufFile(paths[i]).check_tensors(n_blocks);
+  if (arch == "eagle3") check_eagle3();
+}
+
+void GgufFile::check_first() const {
+  const int64_t number = find("split.no", GGUF_TYPE_UINT16);
+  const int64_t split = find("split.count", GGUF_TYPE_UINT16);
+  if (number < 0 || split < 0 || gguf_get_val_u16(file_.get(), number) == 0) return;
+  const int index = gguf_get_val_u16(file_.get(), number);
+  const int n_files = gguf_get_val_u16(file_.get(), split);
+  std::array<char, 4096> prefix{};
+  std::array<char, 4096> first{};
+  std::string advice = "give the first one";
+  if (llama_split_prefix(prefix.data(), prefix.size(), path_.c_str(), index, n_files) > 0) {
+    llama_split_path(first.data(), first.size(), prefix.data(), 0, n_files);
+    advice += std::string(", ") + first.data();
+  }
+  fail("this is shard " + std::to_string(index + 1) + " of " + std::to_string(n_files) +
+       " of a split model; " + advice);
+}
+
+void GgufFile::check_eagle3() const {
+  constexpr std::array<std::string_view, 17> kComputed{"fc.weight",
+                                                       "output_norm.weight",
+                                                       "output.weight",
+                                                       "token_embd.weight",
+                                                       "d2t",
+                                                       "rope_freqs.weight",
+                                                       "blk.0.attn_norm.weight",
+                                                       "blk.0.attn_norm_2.weight",
+                                                       "blk.0.attn_q.weight",
+                                                       "blk.0.attn_k.weight",
+                                                       "blk.0.attn_v.weight",
+                                                       "blk.0.attn_output.weight",
+                                                       "blk.0.ffn_norm.weight",
+                                                       "blk.0.ffn_gate.weight",
+                                                       "blk.0.ffn_down.weight",
+                                                       "blk.0.ffn_up.weight",
+                                                       "enc.output_norm.weight"};
+  const int64_t norm = find("eagle3.norm_before_fc", GGUF_TYPE_BOOL);
+  const bool norms_features = norm >= 0 && gguf_get_val_bool(file_.get(), norm);
+  std::string others;
+  const auto add = [&](const std::string& name) { others += (others.empty() ? "" : ", ") + name; };
+
+  for (int64_t key = 0; key < gguf_get_n_kv(file_.get()); ++key) {
+    const std::string name = gguf_get_key(file_.get(), key);
+    const bool is_off =
+        gguf_get_kv_type(file_.get(), key) == GGUF_TYPE_BOOL && !gguf_get_val_bool(file_.get(), key);
+    if (name.rfind("eagle3.", 0) != 0 || name.find("norm") == std::string::npos || is_off) continue;
+    if (name == "eagle3.norm_before_fc" || name == "eagle3.norm_before_residual") continue;
+    if (name.find("_epsilon") == std::string::npos) add(name);
+  }
+  for (const auto& path : parts()) {
+    const GgufFile part(path);
+    for (int64_t i = 0; i < gguf_get_n_tensors(part.file_.get()); ++i) {
+      const std::string name = gguf_get_tensor_name(part.file_.get(), i);
+      const bool computed = std::find(kComputed.begin(), kComputed.end(), name) != kComputed.end();
+      if (!computed || (name == "enc.output_norm.weight" && !norms_features)) add(name);
+    }
+  }
+  if (others.empty()) return;
+  fail("the engine's EAGLE-3 graph does not compute with " + others +
+       " (of EAGLE-3.1, or of another variant): its drafts would be made without");
 }
 
 std::vector<std::string> GgufFile::parts() const {

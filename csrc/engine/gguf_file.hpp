@@ -28,7 +28,8 @@ class GgufFile {
   /// Throws ModelLoadFailed for what the engine takes for granted and would crash on, or compute nonsense
   /// from: weights outside of the file, empty or of a type that is none for weights, norms and biases that
   /// are not float32, blocks beyond the block count, numbers that are not finite, a negative epsilon, a
-  /// vocabulary without tokens. The other files of a split model are checked too.
+  /// vocabulary without tokens; for a shard of a split model that is not the first; and for an EAGLE-3 file
+  /// with more than the engine's graph computes with. The other files of a split model are checked too.
   void check() const;
 
   /// Whether it has a tensor whose name begins so. Of a split model: in this part.
@@ -42,7 +43,11 @@ class GgufFile {
     void operator()(gguf_context* file) const;
   };
 
+  void check_first() const;
   void check_tensors(uint64_t n_blocks) const;
+  /// The engine refuses weights that it does not know by their number alone, loads scales that it does not
+  /// multiply with, and does not look at settings that it does not know.
+  void check_eagle3() const;
   void check_values(const std::string& arch) const;
   void check_vocabulary() const;
   int64_t find(const std::string& key, int type) const;

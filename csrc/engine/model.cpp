@@ -5,6 +5,7 @@
 
 #include <array>
 #include <atomic>
+#include <cstdio>
 
 #include "engine/abort.hpp"
 #include "engine/conversion.hpp"
@@ -32,6 +33,18 @@ llama_model_params engine_params(const ModelOptions& options) {
 
 std::string said(const LogScope& log) {
   return log.text().empty() ? std::string("the engine gave no reason") : log.text();
+}
+
+/// Three digits of a count: "512", "9.83M", "135M".
+std::string rounded(uint64_t count) {
+  auto value = static_cast<double>(count);
+  size_t unit = 0;
+  constexpr std::array<const char*, 5> kUnits{"", "K", "M", "B", "T"};
+  for (; value >= 999.5 && unit + 1 < kUnits.size(); ++unit) value /= 1000;
+  const int digits = unit == 0 || value >= 99.95 ? 0 : value >= 9.995 ? 1 : 2;
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%.*f%s", digits, value, kUnits.at(unit));
+  return text.data();
 }
 
 }  // namespace
@@ -145,9 +158,9 @@ std::string Model::arch() const {
 }
 
 std::string Model::description() const {
-  std::array<char, 256> buffer{};
-  llama_model_desc(model_.get(), buffer.data(), buffer.size());
-  return buffer.data();
+  // The engine has a size for known shapes alone, and the same one for models that differ in width.
+  const uint64_t n = n_params();
+  return arch() + " " + (n == 0 ? "vocabulary" : rounded(n) + " " + file_type());
 }
 
 std::string Model::file_type() const {

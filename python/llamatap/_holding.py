@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
@@ -15,13 +17,20 @@ __all__ = ["check_free", "held", "tidying"]
 
 _logger = logging.getLogger("llamatap")
 
-#: What a drafter is in use by, by the drafter's id.
-_users: dict[int, object] = {}
+#: What a drafter is in use by, by the drafter's id: that is alive as long as what uses it.
+_users: dict[int, weakref.ref[object]] = {}
+#: Held while drafters are taken. Giving them back must not wait for it: the garbage collector may do so.
+_taking = threading.Lock()
 
 _NOT_FREE = (
     "another generation is going on in this context; it must end first (close() what generate() gave, or the "
     "Session)"
 )
+
+
+def _user(drafter: Drafter) -> object | None:
+    found = _users.get(id(drafter))
+    return None if found is None else found()
 
 
 def check_free(context: Context, drafter: Drafter | None) -> None:
@@ -32,7 +41,7 @@ def check_free(context: Context, drafter: Drafter | None) -> None:
     """
     if context.generation is not None:
         raise BusyError(_NOT_FREE)
-    if drafter is not None and any(id(one) in _users for one in leaves(drafter)):
+    if drafter is not None and any(_user(one) is not None for one in leaves(drafter)):
         raise BusyError("the drafter is in use by another generation; give each one of its own")
     for seq in range(context.n_seq_max):
         if context.native.memory_last(seq) >= 0:
@@ -44,7 +53,7 @@ def check_free(context: Context, drafter: Drafter | None) -> None:
 
 @contextlib.contextmanager
 def held(context: Context, drafter: Drafter | None, user: object) -> Iterator[None]:
-    """Have both for `user` alone.
+    """Have both for `user` alone, as long as somebody has it.
 
     :raises BusyError: another one has them.
     """
@@ -54,15 +63,17 @@ def held(context: Context, drafter: Drafter | None, user: object) -> Iterator[No
             if context.generation is not None:
                 raise BusyError(_NOT_FREE)
             context.generation = user
-        for one in drafters:
-            if _users.setdefault(id(one), user) is not user:
-                raise BusyError("the drafter is in use by another generation; give each one of its own")
+        with _taking:
+            for one in drafters:
+                if _user(one) not in (None, user):
+                    raise BusyError("the drafter is in use by another generation; give each one of its own")
+                _users[id(one)] = weakref.ref(user)
         yield
     finally:
         if context.generation is user:
             context.generation = None
         for one in drafters:
-            if _users.get(id(one)) is user:
+            if _user(one) is user:
                 del _users[id(one)]
 
 

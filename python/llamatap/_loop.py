@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -87,7 +88,9 @@ class Loop:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._held.__exit__(kind, error, trace)
+        # At the exit of the interpreter all goes anyway, and the engine was shut down before.
+        if not sys.is_finalizing():
+            self._held.__exit__(kind, error, trace)
 
     def drop(self) -> None:
         """Forget the texts under way, wherever they are."""

@@ -12,7 +12,17 @@ from llamatap.errors import InvalidInputError
 from llamatap.model import Model, token_array
 from llamatap.states import dtype_name
 
-__all__ = ["Input", "Window", "bounds", "is_single", "out_array", "parse_window", "prompt_tokens"]
+__all__ = [
+    "Input",
+    "Window",
+    "bounds",
+    "cut_prompt",
+    "is_single",
+    "out_array",
+    "parse_window",
+    "prompt_tokens",
+    "window_text",
+]
 
 #: A prompt: text, or token ids.
 Input: TypeAlias = "str | Sequence[int] | NDArray[np.integer[Any]]"
@@ -51,6 +61,11 @@ def is_single(inputs: object, name: str = "inputs") -> bool:
 
 def prompt_tokens(model: Model, prompt: Input, max_length: int | None) -> NDArray[np.int32]:
     """The token ids of a prompt: a read-only copy, for the caller's array may change."""
+    return cut_prompt(model, prompt, max_length)[0]
+
+
+def cut_prompt(model: Model, prompt: Input, max_length: int | None) -> tuple[NDArray[np.int32], int]:
+    """The first token ids of a prompt, as :func:`prompt_tokens` gives them, and how many it has in all."""
     if not isinstance(prompt, (str, Sequence, np.ndarray)) or isinstance(prompt, (bytes, bytearray)):
         hint = "; .tolist() of a tensor gives a list" if hasattr(prompt, "tolist") else ""
         raise InvalidInputError(f"a prompt is a str or token ids, not {type(prompt).__name__}{hint}")
@@ -60,6 +75,7 @@ def prompt_tokens(model: Model, prompt: Input, max_length: int | None) -> NDArra
     if len(prompt) == 0:
         raise InvalidInputError("the prompt is empty")
     tokens = model.tokenize(prompt) if isinstance(prompt, str) else token_array(prompt)
+    n_prompt = len(tokens)
     tokens = tokens[:max_length].copy()
     if len(tokens) == 0:
         raise InvalidInputError("the prompt has no tokens")
@@ -67,7 +83,7 @@ def prompt_tokens(model: Model, prompt: Input, max_length: int | None) -> NDArra
     if low < 0 or high >= model.n_vocab:
         raise InvalidInputError(f"token ids must be in 0..{model.n_vocab - 1}; found {low}..{high}")
     tokens.flags.writeable = False
-    return tokens
+    return tokens, n_prompt
 
 
 def out_array(out: object, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
@@ -104,6 +120,12 @@ def bounds(window: Window | None, length: int) -> tuple[int, int]:
     if begin >= end:
         raise InvalidInputError(f"window {window} holds no position of a prompt of {length} tokens")
     return begin, end
+
+
+def window_text(window: Window) -> str:
+    """A window as :func:`parse_window` reads it."""
+    start, stop = window
+    return f"{'' if start is None else start}:{'' if stop is None else stop}"
 
 
 def parse_window(name: str, text: str) -> Window:

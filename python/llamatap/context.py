@@ -6,6 +6,7 @@ import functools
 import math
 import threading
 import warnings
+import weakref
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Literal, Protocol, TypedDict
@@ -156,7 +157,8 @@ def _sequence(seq: int) -> int:
 
 class Tap(NotCopied):
     """Captures the states of each decode of a context while a ``with`` block has it open; see
-    :meth:`Context.tap`. It may be opened again later."""
+    :meth:`Context.tap`. It may be opened again later. One that was entered without ``with`` is closed when
+    the last reference to it goes."""
 
     def __init__(
         self, context: Context, layers: tuple[LayerId, ...], rows: Literal["all", "outputs"], dtype: str
@@ -174,7 +176,7 @@ class Tap(NotCopied):
             raise InvalidInputError("a tap is open on this context already; ask it for all layers")
         self._last = None
         self._entered = True
-        self._context._tap = self
+        self._context._open_tap = weakref.ref(self)
         return self
 
     def __exit__(
@@ -184,7 +186,7 @@ class Tap(NotCopied):
         trace: TracebackType | None,
     ) -> None:
         if self._context._tap is self:
-            self._context._tap = None
+            self._context._open_tap = None
 
     @property
     def states(self) -> States:
@@ -246,9 +248,9 @@ class Context(Closing):
         n_outputs_max: int = 0,
     ) -> None:
         self._native: _core.Context | None = None
-        self._tap: Tap | None = None
-        #: The generation that is going on, which has the memory for itself. Private to the package.
-        self.generation: object | None = None
+        # A tap that nobody has any more is open no longer.
+        self._open_tap: weakref.ref[Tap] | None = None
+        self._generation: weakref.ref[object] | None = None
         self.lock = threading.Lock()
         instance("model", model, Model)
         self.model = model
@@ -285,8 +287,7 @@ class Context(Closing):
         finally:
             flush_log()
         self.source = Source(
-            model.path,
-            model.file_status,
+            model.files,
             {
                 "arch": model.arch,
                 "file_type": model.file_type,
@@ -311,6 +312,16 @@ class Context(Closing):
         if self._native is None:
             raise ClosedError("the context was closed")
         return self._native
+
+    @property
+    def generation(self) -> object | None:
+        """The generation that is going on, which has the memory for itself. One that nobody has any more is
+        over. Private to the package."""
+        return None if self._generation is None else self._generation()
+
+    @generation.setter
+    def generation(self, user: object | None) -> None:
+        self._generation = None if user is None else weakref.ref(user)
 
     @property
     def _writable(self) -> _core.Context:
@@ -450,7 +461,13 @@ class Context(Closing):
     @property
     def tapped(self) -> States | None:
         """What the open tap captured of the last decode; None when no tap is open or nothing was decoded."""
-        return None if self._tap is None else self._tap._last
+        tap = self._tap
+        return None if tap is None else tap._last
+
+    @property
+    def _tap(self) -> Tap | None:
+        """The tap that is open."""
+        return None if self._open_tap is None else self._open_tap()
 
     def logits(self, row: int = -1) -> NDArray[np.float32]:
         """The logits of an entry of the last batch: float32 ``(n_vocab,)``, a copy.
@@ -491,7 +508,7 @@ class Context(Closing):
             "file_type": model.file_type,
             "n_layer": model.n_layer,
             "n_embd": model.n_embd,
-            "weights": self.model.sample,
+            "weights": self.model.files.sample,
             "converted_to": self.model.weights,
             "type_k": self.type_k,
             "type_v": self.type_v,

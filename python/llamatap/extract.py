@@ -7,7 +7,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -19,7 +19,7 @@ from llamatap._closing import Closing
 from llamatap._limits import require_memory
 from llamatap._native import _core, flush_log
 from llamatap._packing import most_sequences, packs
-from llamatap._prompts import Input, Window, bounds, is_single, out_array, prompt_tokens
+from llamatap._prompts import Input, Window, bounds, cut_prompt, is_single, out_array
 from llamatap.context import Context, ContextOptions
 from llamatap.errors import (
     BusyError,
@@ -42,24 +42,16 @@ Pooling = Literal["mean", "last", "max"]
 
 
 @dataclass
-class _Wanted:
-    """A prompt, what is wanted of it, and the array that the caller gave for it."""
-
-    tokens: NDArray[np.int32]
-    begin: int
-    end: int
-    shape: tuple[int, ...]
-    out: NDArray[Any] | None
-
-
-@dataclass
 class _Job:
     """A prompt, what is wanted of it, and where it goes."""
 
     tokens: NDArray[np.int32]
+    n_prompt: int  # with what max_length cut
     begin: int
     end: int
-    out: NDArray[Any]
+    shape: tuple[int, ...]
+    given: NDArray[Any] | None  # by the caller, for the states
+    out: NDArray[Any] = field(init=False)
 
 
 class _Run:
@@ -98,15 +90,15 @@ class _Run:
             first = next((o for o in outs if isinstance(o, np.ndarray)), None)
             self.dtype = "float32" if first is None else dtype_name(first.dtype, "the dtype of out")
 
-        wanted: list[_Wanted] = []
+        self.jobs: list[_Job] = []
         for index, prompt in enumerate(prompts):
             where = "" if self.single else f"input {index}: "
             try:
-                wanted.append(self._wanted(model, prompt, windows[index], outs[index]))
+                self.jobs.append(self._job(model, prompt, windows[index], outs[index]))
             except InvalidInputError as error:
                 raise InvalidInputError(f"{where}{error}") from None
-        separate("outs", [(i, one.out) for i, one in enumerate(wanted) if one.out is not None])
-        self.jobs = self._jobs(wanted)
+        separate("outs", [(i, job.given) for i, job in enumerate(self.jobs) if job.given is not None])
+        self._make_room()
 
     def _one_each(self, name: str, value: Any, count: int, is_one: bool) -> list[Any]:
         if value is None:
@@ -123,33 +115,30 @@ class _Run:
             raise InvalidInputError(f"there are {count} inputs, but {len(value)} entries in {name}")
         return list(value)
 
-    def _wanted(self, model: Model, prompt: Input, window: Window | None, out: object) -> _Wanted:
-        tokens = prompt_tokens(model, prompt, self.max_length)
+    def _job(self, model: Model, prompt: Input, window: Window | None, out: object) -> _Job:
+        tokens, n_prompt = cut_prompt(model, prompt, self.max_length)
         begin, end = bounds(window, len(tokens))
         rows = () if self.pool is not None else (end - begin,)
         shape = (*rows, len(self.layers), model.n_embd)
         assert self.dtype is not None
-        return _Wanted(tokens, begin, end, shape, None if out is None else out_array(out, shape, self.dtype))
+        given = None if out is None else out_array(out, shape, self.dtype)
+        return _Job(tokens, n_prompt, begin, end, shape, given)
 
-    def _jobs(self, wanted: Sequence[_Wanted]) -> list[_Job]:
-        """Make room for the states of those that bring none."""
+    def _make_room(self) -> None:
+        """Allocate the states of the prompts for which no array was given."""
         assert self.dtype is not None
-        shapes = [one.shape for one in wanted if one.out is None]
+        shapes = [job.shape for job in self.jobs if job.given is None]
         n_rows = sum(shape[0] if len(shape) == 3 else 1 for shape in shapes)
         require_memory(
             sum(map(math.prod, shapes)) * DTYPES[self.dtype].itemsize,
             f"the states ({n_rows:,} rows of {len(self.layers)} layers, {self.dtype}) take",
             "ask for fewer layers or prompts, a window, a pool or float16, or give a memmap as out",
         )
-        return [
-            _Job(
-                one.tokens,
-                one.begin,
-                one.end,
-                typed_view(_core.allocate(one.shape, self.dtype), self.dtype) if one.out is None else one.out,
-            )
-            for one in wanted
-        ]
+        for job in self.jobs:
+            if job.given is None:
+                job.out = typed_view(_core.allocate(job.shape, self.dtype), self.dtype)
+            else:
+                job.out = job.given
 
     def compute(self, context: Context, indices: Sequence[int]) -> dict[int, States]:
         """Compute some of the prompts in one context."""
@@ -198,6 +187,8 @@ class _Run:
                 "window": [job.begin, job.end],
                 "pooling": self.pool,
                 "max_length": self.max_length,
+                "prompt_tokens": job.n_prompt,
+                "truncated": job.n_prompt > len(job.tokens),
             },
         )
 

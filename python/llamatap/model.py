@@ -19,8 +19,8 @@ from numpy.typing import ArrayLike, NDArray
 from llamatap import _limits, chat
 from llamatap._check import flag, integer
 from llamatap._closing import Closing
+from llamatap._files import ModelFiles
 from llamatap._native import _core, ensure_backends, flush_log
-from llamatap.cache import sample_file
 from llamatap.errors import (
     ClosedError,
     InvalidInputError,
@@ -124,22 +124,21 @@ class Model(Closing):
         self.weights = weights
         self.path = Path(path)
         try:
-            #: The file as it was loaded: a path may come to name another one.
-            self.file_status = self.path.stat()
+            status = self.path.stat()
         except FileNotFoundError:
             raise ModelNotFoundError(f"no such file: {self.path}") from None
         except (OSError, ValueError) as error:
             raise ModelLoadError(f"cannot read {self.path}: {error}") from error
-        if stat.S_ISDIR(self.file_status.st_mode):
+        if stat.S_ISDIR(status.st_mode):
             raise ModelLoadError(f"{self.path} is a folder; give the GGUF file in it")
         # Loading must not wait for the writer of a pipe.
-        if not stat.S_ISREG(self.file_status.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise ModelLoadError(f"{self.path} is no regular file")
         # A relative path may come to mean another file.
         self.path = self.path.absolute()
         try:
-            #: Tells models of one shape apart.
-            self.sample = sample_file(self.path)
+            #: The file, or all shards of a split model. Private to the package.
+            self.files = ModelFiles(self.path)
         except OSError as error:
             raise ModelLoadError(f"cannot read {self.path}: {error}") from error
         ensure_backends()
@@ -174,6 +173,8 @@ class Model(Closing):
                 _limits.gibibytes(self.size_bytes),
                 _limits.gibibytes(available),
             )
+        if self._native.metadata.get("split.count", 1) == 1:
+            self.files.only_first()
 
     @property
     def native(self) -> _core.Model:
@@ -216,7 +217,8 @@ class Model(Closing):
 
     @property
     def description(self) -> str:
-        """The engine's words for the model: architecture, size, file type."""
+        """Architecture, number of parameters and file type: "llama 135M Q4_1". Of a file without
+        weights, "llama vocabulary"."""
         return self.native.description
 
     @property

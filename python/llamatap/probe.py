@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ _CHILD = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from llamatap.probe import _child
-_child(sys.argv[2])
+_child(sys.argv[2], int(sys.argv[3]))
 """
 
 
@@ -86,19 +87,33 @@ def probe(path: str | os.PathLike[str], *, timeout: float = 600.0) -> Probe:
     # Importing them takes a while, and llamatap is imported more often than it probes.
     import signal
     import subprocess
+    import tempfile
 
     if not timeout > 0:
         raise InvalidInputError(f"timeout must be above 0 seconds, not {timeout}")
     path = Path(path).absolute()
-    command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), os.fspath(path)]
-    try:
-        child = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=timeout)
-        output, words, status = child.stdout, child.stderr, child.returncode
-    except subprocess.TimeoutExpired as error:
-        output, words, status = error.stdout or b"", error.stderr or b"", None
     facts: dict[str, Any] = {}
-    for line in output.splitlines():
-        facts |= json.loads(line)
+    # Not by the standard output: whatever the child imports may print there (a sitecustomize).
+    with tempfile.TemporaryFile() as results:
+        number = results.fileno()
+        command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), os.fspath(path), str(number)]
+        try:
+            child = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                pass_fds=[number],
+                timeout=timeout,
+            )
+            words, status = child.stderr, child.returncode
+        except subprocess.TimeoutExpired as error:
+            words, status = error.stderr or b"", None
+        results.seek(0)
+        for line in results:
+            # The last one may be half.
+            if line.endswith(b"\n"):
+                facts |= json.loads(line)
     facts["layers"] = tuple(LayerProbe(**layer) for layer in facts.get("layers", ()))
     if status is None:
         facts["error"] = f"no result after {timeout:g} seconds"
@@ -109,8 +124,15 @@ def probe(path: str | os.PathLike[str], *, timeout: float = 600.0) -> Probe:
     return Probe(path, **facts)
 
 
-def _child(path: str) -> None:
-    """Print what is found as it is found, one JSON object a line: the next step may be the last."""
+def _child(path: str, results: int) -> None:
+    """Write what is found as it is found, one JSON object a line: the next step may be the last.
+
+    :param results: the file descriptor that is written to.
+    """
+
+    def say(**facts: Any) -> None:
+        os.write(results, json.dumps(facts).encode() + b"\n")
+
     # A crash must not leave a file of the model's size behind.
     try:
         import resource
@@ -119,16 +141,12 @@ def _child(path: str) -> None:
     except (ImportError, ValueError):
         pass
     try:
-        _find_out(Path(path))
+        _find_out(Path(path), say)
     except (Error, MemoryError) as error:
-        _say(error=str(error) or type(error).__name__)
+        say(error=str(error) or type(error).__name__)
 
 
-def _say(**facts: Any) -> None:
-    print(json.dumps(facts), flush=True)
-
-
-def _find_out(path: Path) -> None:
+def _find_out(path: Path, say: Callable[..., None]) -> None:
     import numpy as np
 
     from llamatap.extract import Extractor
@@ -136,7 +154,7 @@ def _find_out(path: Path) -> None:
     from llamatap.model import Model
 
     with Model(path) as model:
-        _say(
+        say(
             loads=True,
             arch=model.arch,
             name=model.metadata.get("general.name"),
@@ -159,7 +177,7 @@ def _find_out(path: Path) -> None:
             found = extractor(tokens, layers).array.astype(np.float64)
         rms = np.sqrt(np.mean(found**2, axis=(0, 2)))
         rms[~np.isfinite(rms)] = np.nan
-        _say(
+        say(
             states=True,
             layers=[
                 {"layer": layer, "node": node, "rms": float(value)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import threading
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Session"]
 
+_logger = logging.getLogger("llamatap")
+
 
 class Session(Closing):
     """Texts of one context whose prompts come at any time, each with options of its own: what a server needs.
@@ -33,13 +36,17 @@ class Session(Closing):
     Prompts wait in the order in which they came until there is a sequence and room for them. One thread calls
     :meth:`step` again and again; others add and cancel meanwhile.
 
-    :param context: with an empty memory, which is empty again afterwards. Until :meth:`close` the session has
-        it, and the drafter, for itself, as :func:`generate` does.
+    :param context: with an empty memory, which is empty again afterwards. Until :meth:`close`, or until the
+        last reference to the session goes, the session has it, and the drafter, for itself, as
+        :func:`generate` does.
     :param drafter: as of :func:`generate`.
     :raises InvalidInputError: no context, its memory holds tokens, or the drafter is none for it.
     :raises BusyError: a generation is going on in the context or with the drafter.
     :raises UnsupportedError: the model generates no text.
     """
+
+    # Until it has the context.
+    _closed = True
 
     def __init__(self, context: Context, drafter: AnyDrafter = None) -> None:
         instance("context", context, Context)
@@ -49,7 +56,6 @@ class Session(Closing):
         #: Prompts that are not finished.
         self._prompts: dict[int, Prompt] = {}
         self._n_added = 0
-        self._closed = False
         # For what a moment takes: numbers of prompts, and whether there may be more of them.
         self._adding = threading.Lock()
         # For what takes long. It is never waited for.
@@ -57,6 +63,7 @@ class Session(Closing):
         self._loop = Loop(context, self._drafter)
         self._room = room_of(context)
         self._loop.__enter__()
+        self._closed = False
 
     def add(self, prompt: Input, **options: Unpack[GenerateOptions]) -> int:
         """Let a prompt wait. From any thread, also while another one is in :meth:`step`.
@@ -187,6 +194,14 @@ class Session(Closing):
 
     def __repr__(self) -> str:
         return f"Session({'closed' if self._closed else f'pending={self.pending}'})"
+
+    def __del__(self) -> None:
+        if self._closed:
+            return
+        try:
+            self.close()
+        except Exception as error:
+            _logger.warning("a session that was not closed could not be tidied up: %r", error)
 
     @contextlib.contextmanager
     def _alone(self, name: str) -> Iterator[None]:

@@ -342,7 +342,7 @@ class SpeculativeContext(Closing):
     def _fingerprint(self) -> dict[str, Any]:
         return {
             "kind": self.kind,
-            "weights": self.model.sample,
+            "weights": self.model.files.sample,
             **self._facts,
             "n_state": self.n_state,
             "engine": _core.build_info()["engine_commit"],

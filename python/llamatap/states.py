@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import errno
 import functools
@@ -18,7 +17,9 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from llamatap import layers as layer_ids
-from llamatap.cache import atomic_path, file_sha256
+from llamatap._files import ModelFiles
+from llamatap._metadata import JSON_KEYS, from_metadata, to_metadata
+from llamatap.cache import atomic_path
 from llamatap.errors import InvalidInputError
 from llamatap.layers import LayerId
 
@@ -30,8 +31,27 @@ DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
 
-# What provenance holds besides strings.
-_JSON_KEYS = frozenset(("flash_attention", "layers", "max_length", "n_embd", "n_layer", "norm", "window"))
+# Tensors of files with states: those of States.save, and others' names for them.
+_TENSORS = ("hidden_states", "prompt_embeds", "tokens", "token_ids")
+# What the server says beside the provenance and that is not in it.
+_OF_BODIES = ("preset", "truncated")
+# What provenance computes of the arrays.
+_OF_ARRAYS = ("dtype", "layers", "norm")
+# What the arrays themselves are, and how a file of them is read.
+_NOT_DETAILS = frozenset(
+    (
+        "convention",
+        "dtype",
+        "layers",
+        "n_embd",
+        "n_layer",
+        "norm",
+        "pooling",
+        "provenance",
+        "truncated",
+        JSON_KEYS,
+    )
+)
 
 
 def dtype_name(dtype: DTypeLike | str, what: str = "dtype") -> str:
@@ -59,21 +79,14 @@ def typed_view(array: NDArray[Any], name: str) -> NDArray[Any]:
 class Source:
     """What the states of a context come from, as far as it is the same for all of them."""
 
-    def __init__(self, path: Path, status: os.stat_result, facts: dict[str, Any]) -> None:
-        self._path = path
+    def __init__(self, files: ModelFiles, facts: dict[str, Any]) -> None:
+        self._files = files
         self._facts = facts
-        self._status = (status.st_size, status.st_mtime_ns)
 
     @functools.cached_property
     def facts(self) -> dict[str, Any]:
         """The facts, with the model's sha256 (computed once a file, then remembered)."""
-        sha256: str | None = None
-        with contextlib.suppress(OSError):
-            status = self._path.stat()
-            # A file that was replaced after it was loaded would be another model's hash.
-            if (status.st_size, status.st_mtime_ns) == self._status:
-                sha256 = file_sha256(self._path)
-        return {"model": self._path.name, "model_sha256": sha256, **self._facts}
+        return {"model": self._files.paths[0].name, "model_sha256": self._files.sha256(), **self._facts}
 
 
 class States:
@@ -101,7 +114,7 @@ class States:
         self.layers: tuple[LayerId, ...] = tuple(layers)
         self._n_layer = n_layer
         self._source = source
-        self._details = details or {}
+        self._details = {key: value for key, value in (details or {}).items() if value is not None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -111,11 +124,13 @@ class States:
     def provenance(self) -> dict[str, Any]:
         """Where the states come from and what they are.
 
-        ``model`` (file name), ``model_sha256`` (None when the file is gone or was replaced), ``arch``,
+        ``model`` (file name), ``model_sha256`` (of a split model, of the lines with its shards' sha256, in
+        order; None when a file is gone or was replaced), ``arch``,
         ``file_type``, ``weights`` (what they were converted to, if they were), ``n_layer``, ``n_embd``,
         ``engine_commit``, ``llamatap_version``, ``backend``, ``type_k``, ``type_v``, ``flash_attention``,
         ``layers``, ``convention``, ``norm`` ("pre" or "post" of each layer), ``dtype``, and what was asked
-        for besides (``window``, ``pooling``, ``max_length``, ``rows``, ``preset``), where it was.
+        for besides (``window``, ``pooling``, ``max_length``, ``rows``, ``preset``), where it was; of
+        extraction, ``prompt_tokens`` (how many the prompt has) and ``truncated`` (:attr:`truncated`).
         The first use hashes the model file, once.
         """
         return {
@@ -125,19 +140,32 @@ class States:
             'the last block, both without the final norm; "norm" is norm(H_n)',
             "norm": ["post" if layer == "norm" else "pre" for layer in self.layers],
             "dtype": dtype_name(self.array.dtype),
-            **{key: value for key, value in self._details.items() if value is not None},
+            **self._details,
         }
 
     def with_details(self, **details: Any) -> States:
         """The same states, in the same memory, with more in their :attr:`provenance`.
 
-        :param details: strings, or what JSON has: how the states came about.
+        :param details: strings, numbers, and what else JSON has: how the states came about. Files keep them.
+        :raises InvalidInputError: JSON does not have it, or it would say otherwise what the arrays are.
         """
+        if taken := sorted(_NOT_DETAILS & details.keys()):
+            raise InvalidInputError(f"{', '.join(taken)} cannot be given: the states tell of it themselves")
+        try:
+            # As a file gives it back: tuples as lists.
+            details = json.loads(json.dumps(details, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidInputError(f"details must be what JSON has: {error}") from error
         states = copy.copy(self)
         states._details = {**self._details, **details}
         if (known := self.__dict__.get("provenance")) is not None:
             states.__dict__["provenance"] = {**known, **details}
         return states
+
+    @property
+    def truncated(self) -> bool:
+        """Whether ``max_length`` cut the prompt: it has more tokens than were read of it."""
+        return bool(self._details.get("truncated", False))
 
     def __len__(self) -> int:
         """The number of tokens."""
@@ -147,9 +175,16 @@ class States:
     __iter__ = None
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
-        """:attr:`array`, for ``numpy.asarray`` and its like."""
-        array = self.array if dtype is None else self.array.astype(dtype, copy=False)
-        return array.copy() if copy else array
+        """:attr:`array`, for ``numpy.asarray`` and its like.
+
+        :raises ValueError: ``copy=False``, and another dtype takes a copy.
+        """
+        wanted = self.array.dtype if dtype is None else np.dtype(dtype)
+        if not copy and wanted == self.array.dtype:
+            return self.array
+        if copy is False:
+            raise ValueError(f"{self.array.dtype} as {wanted} takes a copy, which copy=False forbids")
+        return self.array.astype(wanted)
 
     def __getitem__(self, layer: LayerId) -> NDArray[Any]:
         """The states of one layer: ``(n_tokens, n_embd)``, ``(n_embd,)`` when pooled; a view.
@@ -173,9 +208,10 @@ class States:
             return self
         array = np.stack([self[layer] for layer in wanted], axis=-2)
         array.flags.writeable = False
-        return States(
-            array, self.tokens, wanted, n_layer=self._n_layer, source=self._source, details=self._details
-        )
+        states = copy.copy(self)
+        states.array, states.layers = array, wanted
+        states.__dict__.pop("provenance", None)
+        return states
 
     def __repr__(self) -> str:
         return (
@@ -207,7 +243,8 @@ class States:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> States:
-        """Read a file that :meth:`save` wrote.
+        """Read a file that :meth:`save` wrote, or another one of the states of one text: of ``llamatap
+        encode``, of a connector, of a data set in the layout ``speculators``, or a body of the server.
 
         :raises InvalidInputError: it is no such file.
         :raises OSError: it cannot be read.
@@ -218,25 +255,48 @@ class States:
             raise FileNotFoundError(f"no such file: {path}")
         try:
             with safe_open(path, framework="np") as file:
-                metadata = {
-                    key: json.loads(value) if key in _JSON_KEYS else value
-                    for key, value in (file.metadata() or {}).items()
-                }
-                if missing := {"layers", "n_layer", "n_embd"} - metadata.keys():
-                    raise ValueError(f"its metadata has no {', '.join(sorted(missing))}")
-                array = file.get_tensor("hidden_states")
-                tokens = file.get_tensor("tokens")
-            metadata.setdefault("model_sha256", None)
-            layers = metadata["layers"]
-            rows = () if metadata.get("pooling") else (len(tokens),)
-            expected = (*rows, len(layers), metadata["n_embd"])
-            if array.shape != expected or tokens.shape != (len(tokens),):
-                raise ValueError(f"hidden_states of {array.shape}, where the metadata tells of {expected}")
-            array.flags.writeable = tokens.flags.writeable = False
-            states = cls(array, tokens, layers, n_layer=metadata["n_layer"])
+                names = list(file.keys())
+                if several := sorted(name for name in names if name.startswith("hidden_states.")):
+                    raise ValueError(
+                        f"it is of several prompts ({', '.join(several)}); read it with safetensors"
+                    )
+                tensors = {name: file.get_tensor(name) for name in names if name in _TENSORS}
+                found = from_metadata(file.metadata() or {})
+            return cls._of_file(tensors, found)
         except (SafetensorError, KeyError, AttributeError, TypeError, ValueError) as error:
             raise InvalidInputError(f"{path} holds no states of llamatap: {error}") from error
-        states.__dict__["provenance"] = metadata
+
+    @classmethod
+    def _of_file(cls, tensors: Mapping[str, NDArray[Any]], fields: dict[str, Any]) -> States:
+        """
+        :raises KeyError, ValueError, TypeError, AttributeError: it is no file of states.
+        """
+        if "provenance" in fields:
+            # The server's: beside it, layers are numbered as the request had them.
+            fields = {key: fields[key] for key in _OF_BODIES if key in fields} | fields["provenance"]
+        if missing := {"layers", "n_layer", "n_embd"} - fields.keys():
+            raise ValueError(f"its metadata has no {', '.join(sorted(missing))}")
+        names = [name for name in ("hidden_states", "prompt_embeds") if name in tensors]
+        if not names:
+            raise ValueError("it has neither hidden_states nor prompt_embeds")
+        array = tensors[names[0]]
+        # Image pipelines have no use for the ids: `llamatap encode` writes them to the metadata.
+        of_pipeline = names[0] == "prompt_embeds"
+        ids = fields.pop("token_ids") if of_pipeline else tensors.get("tokens", tensors.get("token_ids"))
+        tokens = np.array(ids, np.int32)
+        if not np.array_equal(tokens, np.asarray(ids)):
+            raise ValueError("its tokens are no ids")
+        rows = () if fields.get("pooling") else (len(tokens),)
+        expected = (*rows, len(fields["layers"]), fields["n_embd"])
+        # Of one layer there may be no axis of layers.
+        shapes = (expected, (*rows, fields["n_embd"])) if len(fields["layers"]) == 1 else (expected,)
+        if array.shape not in shapes or tokens.ndim != 1:
+            raise ValueError(f"{names[0]} of {array.shape}, where the metadata tells of {expected}")
+        array = array.reshape(expected)
+        array.flags.writeable = tokens.flags.writeable = False
+        states = cls(array, tokens, fields["layers"], n_layer=fields["n_layer"])
+        states._details = {key: value for key, value in fields.items() if key not in _OF_ARRAYS}
+        states._details.setdefault("model_sha256", None)
         return states
 
 
@@ -257,19 +317,14 @@ def check_finite(states: States, otherwise: str = "") -> None:
 def write_tensors(
     path: str | os.PathLike[str], tensors: Mapping[str, NDArray[Any]], provenance: Mapping[str, Any]
 ) -> None:
-    """Write a safetensors file, whole or not at all; what is None in the provenance is left out.
+    """Write a safetensors file, whole or not at all, with the provenance as its metadata
+    (:mod:`llamatap._metadata`).
 
     :raises OSError: it cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    # The format's metadata holds strings only.
-    metadata = {
-        key: value if isinstance(value, str) else json.dumps(value)
-        for key, value in provenance.items()
-        if value is not None
-    }
     if not (folder := Path(path).parent).is_dir():
         raise FileNotFoundError(f"no such folder: {folder}")
     with atomic_path(Path(path)) as scratch:
@@ -278,7 +333,7 @@ def write_tensors(
             save_file(
                 {name: np.ascontiguousarray(array) for name, array in tensors.items()},
                 scratch,
-                metadata=metadata,
+                metadata=to_metadata(provenance),
             )
         except SafetensorError as error:
             # Its own error even for what the system refused: a full disk.

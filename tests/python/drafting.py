@@ -315,7 +315,10 @@ def rewritten(
     writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     copy_keys(reader, writer, (*left_out, *(keys or {})))
     for key, value in (keys or {}).items():
-        writer.add_uint32(key, value)
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        else:
+            writer.add_uint32(key, value)
     tensors = {tensor.name: np.array(tensor.data) for tensor in reader.tensors}
     change(tensors)
     for name, values in tensors.items():

@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
-from tinies import rigged
+from tinies import drafters, rigged
 from tinies.files import FILES
-from tiny import TinyLlama
+from tiny import TinyLlama, write_vocabulary
 
 import llamatap as lt
 from llamatap.__main__ import main
@@ -84,6 +85,36 @@ def test_extract_sources_and_options(
     assert part.array.shape == (3, 1, 576)
     assert part.array.dtype.name == "bfloat16"
     assert extract("--chat", "Hi", "--pool", "mean").array.shape == (1, 576)
+
+
+def test_a_prompt_that_was_cut_is_told_of(
+    tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "o.safetensors"
+    for length, cut in (("3", True), ("6", False), ("9", False)):
+        command = ["extract", str(tiny_path), "--text", "hello", "--max-length", length, "-o", str(out)]
+        assert main(command) == 0
+        expected = (
+            "llamatap: warning: --max-length cut the prompt of 6 tokens to the first 3\n" if cut else ""
+        )
+        assert capsys.readouterr().err == expected
+        assert lt.States.load(out).truncated is cut
+
+
+def test_parameters_are_counted(
+    smollm2: lt.Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engine guesses from the number of blocks: 256M of SmolLM2-135M, ?B of an EAGLE-3 file."""
+    assert smollm2.description == "llama 135M Q4_1"
+    path = drafters.write_eagle3(tmp_path / "eagle3.gguf")
+    n = sum(tensor.n_elements for tensor in gguf.GGUFReader(path).tensors)
+    assert main(["info", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert f"(eagle3 {n / 1000:.3g}K F32)" in out
+    assert f"{n:,} in" in out
+    path = write_vocabulary(tmp_path / "vocabulary.gguf", ["<|end|>"], ["<|end|>"])
+    with lt.Model(path, vocab_only=True) as model:
+        assert model.description == "llama vocabulary"
 
 
 @pytest.mark.parametrize(

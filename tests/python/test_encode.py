@@ -124,6 +124,35 @@ def test_mistakes_are_one_line(
     assert [entry.name for entry in tmp_path.iterdir()] == ["mine.toml"]
 
 
+def test_a_prompt_that_was_cut_is_told_of(
+    tiny_path: Path, preset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of "<", the prompt, ">" and BOS, eight tokens are kept."""
+    out = tmp_path / "x.safetensors"
+    for prompt, n, truncated in (("abcde", 8, "false"), ("abcdef", 9, "true")):
+        assert main(["encode", str(tiny_path), "--preset", str(preset), prompt, "-o", str(out)]) == 0
+        error = capsys.readouterr().err
+        with safe_open(out, framework="np") as file:
+            metadata = file.metadata()
+        assert (metadata["truncated"], metadata["prompt_tokens"]) == (truncated, str(n))
+        assert "truncated" in json.loads(metadata["json_keys"])
+        if truncated == "true":
+            expected = "max_length of preset mine cut the prompt of 9 tokens to the first 8"
+            assert error == f"llamatap: warning: {expected}\n"
+        else:
+            assert error == ""
+
+
+def test_a_prompt_without_rows_names_the_preset_and_them(
+    tiny_path: Path, preset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    preset.write_text(PRESET.replace("LAYERS", "[-2]").replace("2:", "6:"))
+    assert main(["encode", str(tiny_path), "--preset", str(preset), "ab", "-o", str(tmp_path / "x")]) == 1
+    error = capsys.readouterr().err
+    assert 'preset mine keeps the rows "6:" of a text, and this one has 5 tokens' in error
+    assert error.count("\n") == 1
+
+
 def test_a_file_is_whole_or_as_it_was(
     tiny_path: Path,
     preset: Path,

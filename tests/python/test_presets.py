@@ -196,6 +196,31 @@ def test_rows_and_layers_are_those_of_extraction(
     assert single.array.dtype.name == "bfloat16"
 
 
+def test_a_text_without_rows_names_the_preset_and_them(tiny_model: lt.Model, tmp_path: Path) -> None:
+    """BOS, "<", the prompt, ">"; what max_length keeps of it counts."""
+    told = TEXT.replace("layers", 'rows = "6:-1"\nlayers') + "max_length = 8"
+    preset = load_preset(written(tmp_path, told))
+    assert len(preset.encode(tiny_model, "abcdef")) == 1
+    for prompt, n in (("abcd", 7), ("abc", 6)):
+        message = f'preset mine keeps the rows "6:-1" of a text, and this one has {n} tokens'
+        with pytest.raises(lt.InvalidInputError, match=f"^{message}"):
+            preset.encode(tiny_model, prompt)
+        with pytest.raises(lt.InvalidInputError, match=f"^input 1: {message}"):
+            preset.encode(tiny_model, ["abcdef", prompt])
+    preset = load_preset(written(tmp_path, told.replace('"6:-1"', '"7:-1"')))
+    with pytest.raises(
+        lt.InvalidInputError, match='keeps the rows "7:-1" of a text, and this one has 8 tokens'
+    ):
+        preset.encode(tiny_model, "abcdefghi")
+
+
+def test_states_say_whether_the_text_was_cut(tiny_model: lt.Model, tmp_path: Path) -> None:
+    preset = load_preset(written(tmp_path, TEXT + "max_length = 8"))
+    found = preset.encode(tiny_model, ["abcde", "abcdef"])
+    assert [states.truncated for states in found] == [False, True]
+    assert [states.provenance["prompt_tokens"] for states in found] == [8, 9]
+
+
 def test_models_contexts_and_extractors_do(tiny_model: lt.Model, tmp_path: Path) -> None:
     preset = load_preset(written(tmp_path, TEXT))
     with tiny_model.context(n_ctx=64, type_k="f32") as context, lt.Extractor(tiny_model) as extractor:
@@ -292,9 +317,13 @@ def test_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         (TEXT + "[models]", "unknown key models; known are name"),
         ("model = 5\n" + TEXT, "model must be a table, not 5"),
         (TEXT.replace("layers", 'rows = "34"\nlayers'), "states.rows: expected START:STOP, found '34'"),
-        (TEXT.replace("layers", 'rows = "5:5"\nlayers'), r"rows \(5, 5\) keep no row"),
-        (TEXT.replace("layers", 'rows = "-5:0"\nlayers'), r"rows \(-5, 0\) keep no row"),
-        (TEXT.replace("layers", 'rows = "-2:-5"\nlayers'), r"rows \(-2, -5\) keep no row"),
+        (TEXT.replace("layers", 'rows = "5:5"\nlayers'), r'rows "5:5" keep no row of any text$'),
+        (TEXT.replace("layers", 'rows = "-5:0"\nlayers'), r'rows "-5:0" keep no row of any text$'),
+        (TEXT.replace("layers", 'rows = "-2:-5"\nlayers'), r'rows "-2:-5" keep no row of any text$'),
+        (
+            TEXT.replace("layers", 'rows = "8:"\nlayers') + "max_length = 8",
+            r'rows "8:" keep no row of any text of at most 8 tokens \(max_length\)$',
+        ),
         (TEXT.replace("layers", "rows = [1, 2]\nlayers"), "states.rows must be a text"),
         (TEXT.replace("prompt }}", "promt }}"), "the template does not use the prompt"),
         (TEXT.replace("prompt }}", "prompt }}{{ tone }}"), "the template uses tone; the only variable"),

@@ -58,13 +58,44 @@ def test_probe_outlives_its_child(tiny_path: Path, monkeypatch: pytest.MonkeyPat
     from llamatap import probe as _  # noqa: F401  the module is shadowed by its function
 
     module = sys.modules["llamatap.probe"]
-    dies = 'print(\'{"loads": true, "arch": "llama"}\', flush=True); import os; os.abort()'
+    dies = """
+import os, sys
+os.write(int(sys.argv[3]), b'{"loads": true, "arch": "llama"}\\n{"n_layer": 4, "n_em')
+os.abort()
+"""
     monkeypatch.setattr(module, "_CHILD", dies)
     found = lt.probe(tiny_path)
-    assert (found.loads, found.states, found.arch) == (True, False, "llama")
+    assert (found.loads, found.states, found.arch, found.n_layer) == (True, False, "llama", None)
     assert "SIGABRT" in str(found.error)
     monkeypatch.setattr(module, "_CHILD", "import time; time.sleep(60)")
     assert "0.3 seconds" in str(lt.probe(tiny_path, timeout=0.3).error)
+
+
+@pytest.mark.parametrize("where", ["stdout", "stderr"])
+def test_what_else_the_child_prints_is_no_result(
+    where: str, tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its start, in the middle of it, and at its end."""
+    noise = tmp_path / "site"
+    noise.mkdir()
+    (noise / "sitecustomize.py").write_text(
+        "import atexit, os, sys\n"
+        "def say(*_):\n"
+        f"    print('hello', file=sys.{where})\n"
+        '    os.write(1, b\'{"loads": false, "error": "none of ours"}\\n\')\n'
+        "say()\n"
+        "atexit.register(say)\n"
+        "class Finder:\n"
+        "    find_spec = staticmethod(say)\n"
+        "sys.meta_path.insert(0, Finder)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(noise))
+    child = subprocess.run([sys.executable, "-c", ""], capture_output=True, text=True)
+    assert "hello" in child.stdout + child.stderr
+    found = lt.probe(tiny_path)
+    assert (found.loads, found.states, found.error, found.arch) == (True, True, None, "llama")
+    assert len(found.layers) == 6
+    assert "no such file" in str(lt.probe(tmp_path / "missing.gguf").error)
 
 
 def rewritten(source: Path, target: Path, **values: float) -> Path:

@@ -220,6 +220,41 @@ def test_a_safetensors_body(server: Running, tiny: TinyLlama, model: lt.Model) -
     assert metadata["layers"] == "[0, 4]"
 
 
+def test_a_safetensors_body_loads_as_states(server: Running, model: lt.Model, tmp_path: Path) -> None:
+    path = tmp_path / "body.safetensors"
+    cases: list[tuple[dict[str, Any], list[lt.LayerId]]] = [
+        ({}, [3]),
+        ({"layer": -1, "dtype": "bfloat16"}, ["norm"]),
+        ({"layers": [0, -1]}, [0, "norm"]),
+        ({"pooling": "mean"}, [3]),
+        ({"pooling": "mean", "layers": [0, 1]}, [0, 1]),
+        ({"max_length": 3}, [3]),
+    ]
+    for options, layers in cases:
+        body = {"model": "tiny", "input": PROMPT, "encoding_format": "safetensors", **options}
+        path.write_bytes(server.client.post("/v1/hidden_states", json=body).content)
+        found = lt.States.load(path)
+        expected = lt.extract(
+            model,
+            PROMPT,
+            layers,
+            dtype=options.get("dtype"),
+            pool=options.get("pooling"),
+            max_length=options.get("max_length"),
+        )
+        assert list(found.layers) == layers
+        assert found.array.shape == expected.array.shape
+        assert found.array.dtype == expected.array.dtype
+        assert found.tokens.tolist() == expected.tokens.tolist()
+        assert relative(found.array, expected.array) < 1e-2
+        assert found.truncated == expected.truncated == ("max_length" in options)
+        for key in ("model", "model_sha256", "layers", "norm", "convention", "arch"):
+            assert found.provenance[key] == expected.provenance[key]
+    path.write_bytes(server.client.post("/v1/hidden_states", json=body | {"input": ["a", "b"]}).content)
+    with pytest.raises(lt.InvalidInputError, match=r"several prompts \(hidden_states\.0, hidden_states\.1\)"):
+        lt.States.load(path)
+
+
 def test_provenance_says_what_it_is(server: Running, model: lt.Model) -> None:
     cases: list[tuple[int, str, lt.LayerId]] = [(-2, "pre", 3), (-1, "post", "norm"), (0, "pre", 0)]
     for layer, norm, own in cases:
@@ -359,7 +394,8 @@ def test_a_preset_of_ones_own(tiny_path: Path, tiny: TinyLlama, model: lt.Model,
         body = {"model": "tiny", "preset": "mine", "prompt": "a", "max_length": 10}
         assert "9 at most" in server.error("/v1/hidden_states", 400, "invalid_request_error", **body)
         none_left = {"model": "tiny", "preset": "mine", "prompt": "a", "max_length": 1}
-        server.error("/v1/hidden_states", 400, "invalid_request_error", **none_left)
+        message = server.error("/v1/hidden_states", 400, "invalid_request_error", **none_left)
+        assert 'preset mine keeps the rows "2:" of a text, and this one has 1 token,' in message
 
 
 def test_a_preset_without_a_length_takes_the_whole_text(

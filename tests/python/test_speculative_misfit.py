@@ -155,6 +155,71 @@ def test_a_draft_that_does_not_fit_says_what_was_expected_and_found(name: str, t
         lt.SpeculativeContext(target.context, write(target))
 
 
+def plus(*names: str, rows: int = 64) -> Callable[[Target], Path]:
+    """An EAGLE-3 file with weights that no other one has."""
+    return eagle3_with(lambda tensors: tensors.update({name: np.ones(rows, np.float32) for name in names}))
+
+
+def told(name: str, value: bool | int) -> Callable[[Target], Path]:
+    def write(target: Target) -> Path:
+        drafters.write_eagle3(target.draft)
+        return rewritten(target.draft, target.folder / "changed.gguf", keys={name: value})
+
+    return write
+
+
+FC_NORMS = tuple(f"fc_norm.{i}.weight" for i in range(3))
+
+#: EAGLE-3 files with more than the engine's graph computes with: EAGLE-3.1's norms, and what other ways to
+#: train or to store a drafter would leave there.
+NOT_COMPUTED: dict[str, tuple[Callable[[Target], Path], tuple[str, ...]]] = {
+    "fc_norm": (plus(*FC_NORMS), FC_NORMS),
+    "norm_output": (plus("norm_output.weight"), ("norm_output.weight",)),
+    "both": (plus("norm_output.weight", *FC_NORMS), ("norm_output.weight", *FC_NORMS)),
+    "a setting": (told("eagle3.norm_output", True), ("eagle3.norm_output",)),
+    "a setting that is a number": (told("eagle3.fc_norm", 3), ("eagle3.fc_norm",)),
+    "a norm without its setting": (plus("enc.output_norm.weight", rows=192), ("enc.output_norm.weight",)),
+    # The engine loads it, and multiplies nothing with it.
+    "a scale": (plus("blk.0.attn_q.scale", rows=1), ("blk.0.attn_q.scale",)),
+    "the scale of an input": (plus("blk.0.ffn_up.input_scale", rows=1), ("blk.0.ffn_up.input_scale",)),
+    "a bias": (plus("blk.0.attn_q.bias"), ("blk.0.attn_q.bias",)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_COMPUTED)
+def test_weights_that_the_engine_would_not_compute_with_are_refused_by_name(
+    name: str, target: Target
+) -> None:
+    write, names = NOT_COMPUTED[name]
+    path = write(target)
+    for use in (
+        lambda: lt.SpeculativeContext(target.context, path),
+        lambda: lt.load_drafter(target.context, path),
+        lambda: lt.Model(path),
+    ):
+        with pytest.raises(lt.ModelLoadError, match="graph does not compute with") as caught:
+            use()
+        assert all(one in str(caught.value) for one in names)
+        assert "attn_norm" not in str(caught.value)
+    assert names[0] in str(lt.probe(path).error)
+
+
+@pytest.mark.parametrize("before_fc", [False, True])
+def test_what_the_engine_computes_with_is_taken(before_fc: bool, target: Target) -> None:
+    """All weights that there may be, and a setting that is off."""
+    drafters.write_eagle3(target.draft, norm_before_fc=before_fc, n_draft_vocab=100)
+    path = rewritten(
+        target.draft,
+        target.folder / "changed.gguf",
+        lambda tensors: tensors.update({"rope_freqs.weight": np.ones(8, np.float32)}),
+        keys={"eagle3.norm_output": False},
+    )
+    names = {tensor.name for tensor in gguf.GGUFReader(path).tensors}
+    assert len(names) == 16 + before_fc
+    with lt.SpeculativeContext(target.context, path) as spec:
+        assert spec.kind == "eagle3"
+
+
 def without(name: str) -> Callable[[Target], Path]:
     return eagle3_with(lambda tensors: tensors.pop(name))
 

@@ -6,12 +6,24 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from llamatap.errors import InvalidInputError
 from llamatap.layers import LayerId
 
-__all__ = ["DTYPES", "above", "add_loading", "draft_length", "integers", "layer_ids", "read_text"]
+if TYPE_CHECKING:
+    from llamatap import States
+
+__all__ = [
+    "DTYPES",
+    "above",
+    "add_loading",
+    "draft_length",
+    "integers",
+    "layer_ids",
+    "read_text",
+    "warn_of_cut",
+]
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -85,6 +97,20 @@ def layer_ids(text: str) -> list[LayerId]:
                 f'--layers: {item!r} is no layer id; give integers, ranges (0..30) and "norm"'
             ) from None
     return layers
+
+
+def warn_of_cut(states: States, what: str) -> None:
+    """Tell on the standard error of a prompt that was cut.
+
+    :param what: the option or the setting that cut it.
+    """
+    if states.truncated:
+        about = states.provenance
+        print(
+            f"llamatap: warning: {what} cut the prompt of {about['prompt_tokens']} tokens to the first "
+            f"{about['max_length']}",
+            file=sys.stderr,
+        )
 
 
 def read_text(path: Path) -> str:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llamatap.commands._options import DTYPES, add_loading
+from llamatap.commands._options import DTYPES, add_loading, warn_of_cut
 
 if TYPE_CHECKING:
     from llamatap import States
@@ -38,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         with Extractor(model) as extractor:
             states = preset.encode(extractor, arguments.prompt, dtype=arguments.dtype)
         seconds = time.perf_counter() - start
+        warn_of_cut(states, f"max_length of preset {preset.name}")
         shape = write(arguments.output, states)
     print(
         f"{arguments.output}: prompt_embeds {shape} {arguments.dtype}, preset {preset.name}, "
@@ -50,7 +51,7 @@ def write(path: Path, states: States) -> tuple[int, ...]:
     """Write a file as image pipelines read it, and give the shape of its ``prompt_embeds``.
 
     ``prompt_embeds`` is ``(n, n_embd)``, or ``(n, n_layers, n_embd)`` of several layers; ``attention_mask``
-    is int64 ``(n,)``, ones; the metadata is the provenance.
+    is int64 ``(n,)``, ones; the metadata is the provenance and the ids of the tokens (``token_ids``).
 
     :raises InvalidInputError: the states hold NaN or infinity; nothing was written.
     :raises OSError: it cannot be written.
@@ -62,6 +63,7 @@ def write(path: Path, states: States) -> tuple[int, ...]:
     check_finite(states)
     embeds = states.array[:, 0] if len(states.layers) == 1 else states.array
     mask = np.ones(len(states), np.int64)
-    write_tensors(path, {"prompt_embeds": embeds, "attention_mask": mask}, states.provenance)
+    about = {**states.provenance, "token_ids": states.tokens.tolist()}
+    write_tensors(path, {"prompt_embeds": embeds, "attention_mask": mask}, about)
     shape: tuple[int, ...] = embeds.shape
     return shape

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from llamatap._prompts import parse_window
-from llamatap.commands._options import DTYPES, add_loading, layer_ids, read_text
+from llamatap.commands._options import DTYPES, add_loading, layer_ids, read_text, warn_of_cut
 from llamatap.errors import InvalidInputError
 from llamatap.layers import CONVENTIONS
 
@@ -83,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
                 pool=arguments.pool,
             )
         seconds = time.perf_counter() - start
+        warn_of_cut(states, "--max-length")
         states.save(arguments.output, allow_nonfinite=arguments.allow_nonfinite)
     print(
         f"{arguments.output}: hidden_states {states.array.shape} {arguments.dtype}, "

@@ -97,7 +97,8 @@ def provenance(model: Model, options: Options, columns: Sequence[LayerId], dtype
     """
     with Extractor(model, **dict(options.context)) as extractor:
         found = extractor([0], columns, dtype=dtype).provenance
-    return {key: value for key, value in found.items() if key != "window" and value is not None}
+    own = ("window", "prompt_tokens", "truncated")
+    return {key: value for key, value in found.items() if key not in own and value is not None}
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, overload
 
-from numpy.typing import DTypeLike
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
 from llamatap import chat
 from llamatap._check import instance, integer
-from llamatap._prompts import Window
+from llamatap._prompts import Window, bounds, prompt_tokens, window_text
 from llamatap.context import Context
 from llamatap.errors import InvalidInputError
 from llamatap.extract import Extractor, extract
@@ -81,8 +82,9 @@ class Preset:
         translate(self.layers, source=self.convention, n_layer=self.n_layer or 2**20)
         if self.max_length is not None:
             integer("max_length", self.max_length, 1)
-        if self.rows is not None and _holds_nothing(self.rows):
-            raise InvalidInputError(f"rows {self.rows} keep no row of any text")
+        if self.rows is not None and _holds_nothing(self.rows, self.max_length):
+            most = "" if self.max_length is None else f" of at most {self.max_length} tokens (max_length)"
+            raise InvalidInputError(f'rows "{window_text(self.rows)}" keep no row of any text{most}')
         if self.template is not None:
             self._check_template(self.template)
         elif taken := [name for name in _TAKEN if name in self.template_variables]:
@@ -143,6 +145,21 @@ class Preset:
         except InvalidInputError as error:
             raise InvalidInputError(f"preset {self.name}: {error}") from None
 
+    def check_rows(self, n_tokens: int) -> None:
+        """Whether rows are left of a text.
+
+        :param n_tokens: of the text, as it was cut.
+        :raises InvalidInputError: none is.
+        """
+        try:
+            bounds(self.rows, n_tokens)
+        except InvalidInputError:
+            assert self.rows is not None
+            raise InvalidInputError(
+                f'preset {self.name} keeps the rows "{window_text(self.rows)}" of a text, and this one has '
+                f"{n_tokens} token{'' if n_tokens == 1 else 's'}, the template's included: no row is left"
+            ) from None
+
     @overload
     def encode(  # type: ignore[overload-overlap]  # a str is a sequence of str, too
         self,
@@ -173,7 +190,8 @@ class Preset:
         :param model: what computes them; a Model and a Context as :func:`llamatap.extract` takes them.
         :param prompts: a prompt, or a list of them, which gives a list.
         :param dtype: float32 unless said, float16 or bfloat16.
-        :returns: states whose provenance has ``preset`` and ``max_length`` besides.
+        :returns: states whose provenance has ``preset`` and ``max_length`` besides; :attr:`States.truncated`
+            tells of a text that was cut.
         :raises InvalidInputError: the model is another one than the preset is made for, or a prompt is no
             text, or no row of it is left.
         :raises Error: what :meth:`render`, :meth:`layer_ids` and :func:`llamatap.extract` raise.
@@ -188,8 +206,15 @@ class Preset:
         if not single and (isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Sequence)):
             raise InvalidInputError(f"prompts must be a str or a list of them, not {type(prompts).__name__}")
         each = [prompts] if isinstance(prompts, str) else prompts
-        texts = [self.render(loaded, prompt) for prompt in each]
         layers = self.layer_ids(loaded)
+        texts: list[NDArray[np.int32]] = []
+        for index, prompt in enumerate(each):
+            try:
+                tokens = prompt_tokens(loaded, self.render(loaded, prompt), None)
+                self.check_rows(len(tokens[: self.max_length]))
+            except InvalidInputError as error:
+                raise InvalidInputError(f"{'' if single else f'input {index}: '}{error}") from None
+            texts.append(tokens)
         if isinstance(model, Extractor):
             found = model(texts, layers, dtype=dtype, max_length=self.max_length, window=self.rows)
         else:
@@ -198,12 +223,14 @@ class Preset:
         return found[0] if single else found
 
 
-def _holds_nothing(rows: Window) -> bool:
-    """Whether a slice is empty whatever it is of."""
+def _holds_nothing(rows: Window, most: int | None) -> bool:
+    """Whether a slice is empty whatever it is of, up to ``most`` rows."""
     start, stop = rows
+    first = start or 0
+    if most is not None and first >= most:
+        return True
     if stop is None:
         return False
-    first = start or 0
     return stop == 0 or (stop <= first and (first < 0) == (stop < 0))
 
 

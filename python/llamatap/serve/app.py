@@ -9,7 +9,6 @@ from dataclasses import replace
 import anyio.to_thread
 from fastapi import FastAPI, Request, Response
 
-from llamatap.cache import file_sha256
 from llamatap.errors import InvalidInputError
 from llamatap.serve import completions, errors, hidden_states, page
 from llamatap.serve.budget import ResponseEnd
@@ -49,9 +48,8 @@ def create_app(models: Sequence[ModelOptions], options: ServerOptions | None = N
             undo.callback(workers[one.name].close)
             if verifier is not None:
                 verifier.layers(workers[one.name].model)
-            with contextlib.suppress(OSError):
-                # Remembered, or the first answer would wait for it.
-                file_sha256(one.path)
+            # Remembered, or the first answer would wait for it.
+            workers[one.name].model.files.sha256()
         server = Server(workers, options, metrics, verifier)
         undo.pop_all()
 

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from llamatap import layers as layer_ids
-from llamatap._prompts import bounds
 from llamatap.errors import ContextFullError, InvalidInputError, UnsupportedError
 from llamatap.layers import LayerId
 from llamatap.presets import Preset
@@ -229,8 +228,10 @@ class _Work:
                 f"the prompt has {len(tokens)} tokens; {self.worker.name} was trained for {limit}: cut it "
                 "with max_length"
             )
-        window = None if self.preset is None else self.preset.rows
-        bounds(window, len(tokens))
+        window = None
+        if self.preset is not None:
+            window = self.preset.rows
+            self.preset.check_rows(len(tokens))
         self.jobs.append(
             Extraction(
                 tokens, self.layers, self.depth, self.body.dtype or "float32", self.body.pooling, window
@@ -353,7 +354,8 @@ class _Work:
 
 def _common_provenance(states: States) -> dict[str, Any]:
     """What is the same of all prompts of a request."""
-    return {key: value for key, value in states.provenance.items() if key not in ("window", "max_length")}
+    own = ("window", "max_length", "prompt_tokens", "truncated")
+    return {key: value for key, value in states.provenance.items() if key not in own}
 
 
 @router.post(

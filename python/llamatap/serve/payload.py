@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -18,6 +17,8 @@ import orjson
 from numpy.typing import NDArray
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from llamatap._metadata import to_metadata
 
 __all__ = [
     "Encoding",
@@ -93,8 +94,7 @@ def as_safetensors(tensors: dict[str, NDArray[Any]], fields: dict[str, Any]) -> 
     """A safetensors file, with fields as its metadata: strings as they are, all else as JSON."""
     from safetensors.numpy import save
 
-    metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in fields.items()}
-    return save({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, metadata)
+    return save({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, to_metadata(fields))
 
 
 class PiecewiseResponse(Response):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llamatap._metadata import to_metadata
 from llamatap.dataset.layouts._arrow import write_dataset
 from llamatap.dataset.layouts._layout import FilePerSample
 from llamatap.states import write_tensors
@@ -37,13 +38,8 @@ class SpeculatorsLayout(FilePerSample):
     def size(self, n_tokens: int, row: int) -> int:
         ids = 8 * n_tokens
         states = n_tokens * len(self.columns) * self.n_embd * self.item_bytes
-        metadata = {
-            key: value if isinstance(value, str) else json.dumps(value)
-            for key, value in self._metadata(row).items()
-            if value is not None
-        }
         header = {
-            "__metadata__": metadata,
+            "__metadata__": to_metadata(self._metadata(row)),
             "token_ids": {"dtype": "I64", "shape": [n_tokens], "data_offsets": [0, ids]},
             "hidden_states": {
                 "dtype": _DTYPES[self.dtype],

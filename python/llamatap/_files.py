@@ -1,0 +1,72 @@
+"""The files of a model: one, or the shards of a split model."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from llamatap.cache import file_sha256, sample_file
+
+__all__ = ["ModelFiles", "shard_paths"]
+
+_FIRST_SHARD = re.compile(r"(.+)-00001-of-(\d{5})\.gguf", re.DOTALL)
+
+
+def shard_paths(path: Path) -> list[Path]:
+    """The shards that the name of a split model's first one stands for, in order; else the file alone."""
+    if (found := _FIRST_SHARD.fullmatch(path.name)) is None:
+        return [path]
+    prefix, count = found[1], int(found[2])
+    others = (path.with_name(f"{prefix}-{i:05}-of-{count:05}.gguf") for i in range(2, count + 1))
+    return [path, *others]
+
+
+class ModelFiles:
+    """The files of a model, as they were before it was loaded: a path may come to name another file.
+
+    :ivar paths: the file, or all shards in order.
+    :raises OSError: one cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        first, *others = shard_paths(path)
+        # A file that is not split may have the name of a shard: the engine tells later.
+        self.paths = [first, *(other for other in others if other.is_file())]
+        self._statuses = [_status(one) for one in self.paths]
+        self._samples = [sample_file(one) for one in self.paths]
+
+    def only_first(self) -> None:
+        """The model is not split, whatever the file's name."""
+        del self.paths[1:], self._statuses[1:], self._samples[1:]
+
+    @property
+    def sample(self) -> str:
+        """A hash that tells models of one shape apart, of pieces of all files."""
+        return _one_of(self._samples)
+
+    def sha256(self) -> str | None:
+        """The sha256 of the file; of a split model, that of the lines with its shards' sha256, in order:
+        ``sha256sum NAME-*.gguf | cut -c 1-64 | sha256sum``. None when a file is gone or was replaced.
+
+        Each file is hashed once, and its hash remembered.
+        """
+        try:
+            if [_status(one) for one in self.paths] != self._statuses:
+                return None
+            return _one_of([file_sha256(one) for one in self.paths])
+        except OSError:
+            return None
+
+
+def _status(path: Path) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns
+
+
+def _one_of(hashes: Sequence[str]) -> str:
+    if len(hashes) == 1:
+        return hashes[0]
+    return hashlib.sha256("".join(f"{one}\n" for one in hashes).encode()).hexdigest()

@@ -1,0 +1,64 @@
+"""Metadata of safetensors files: any JSON value, in a format that holds strings alone.
+
+A string is written as it is and all else as JSON, so that any reader of such files can make sense of it.
+``json_keys``, itself JSON, lists the keys whose values are JSON: it tells 3 from "3".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["JSON_KEYS", "from_metadata", "to_metadata"]
+
+#: The key of the list.
+JSON_KEYS = "json_keys"
+
+# What is JSON in files that were written without the list.
+_ALWAYS_JSON = frozenset(
+    (
+        "flash_attention",
+        "layers",
+        "max_length",
+        "n_embd",
+        "n_layer",
+        "norm",
+        "provenance",
+        "row",
+        "truncated",
+        "window",
+    )
+)
+
+
+def _is_text(value: object) -> bool:
+    """Whether a value is a string that UTF-8 can hold: the name of a file need not be."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
+def to_metadata(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Fields as the metadata of a file.
+
+    :param fields: strings, or what JSON has.
+    """
+    are_json = [key for key, value in fields.items() if not _is_text(value)]
+    found = {key: json.dumps(value) if key in are_json else value for key, value in fields.items()}
+    return {**found, JSON_KEYS: json.dumps(are_json)}
+
+
+def from_metadata(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of :func:`to_metadata`.
+
+    :raises ValueError: what should be JSON is none.
+    """
+    listed = metadata.get(JSON_KEYS)
+    are_json = _ALWAYS_JSON if listed is None else frozenset(json.loads(listed))
+    return {
+        key: json.loads(value) if key in are_json else value
+        for key, value in metadata.items()
+        if key != JSON_KEYS
+    }
