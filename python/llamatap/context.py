@@ -138,7 +138,7 @@ def thread_count(n_threads: int | None) -> int:
         limit = f"{n_cpus} CPUs" if usable == n_cpus else f"CPU quota ({quota:g})"
         warnings.warn(
             f"n_threads={threads} is more than the {limit} of this process: the threads wait for each other "
-            "some hundred times a decode, and generating text takes two to three times as long",
+            "some hundred times a decode, and generating text takes up to three times as long",
             RuntimeWarning,
             stacklevel=4,
         )
