@@ -83,7 +83,7 @@ void register_context(py::module_& module) {
       .def(py::init([](const std::shared_ptr<Model>& model, uint32_t n_ctx, uint32_t n_batch,
                        uint32_t n_ubatch, uint32_t n_seq_max, uint32_t n_rs_seq, uint32_t n_outputs_max,
                        int32_t n_threads, const std::string& type_k, const std::string& type_v,
-                       int32_t flash_attention, bool kv_unified, bool swa_full) {
+                       int32_t flash_attention, bool kv_unified, bool swa_full, uint64_t memory_available) {
              ContextOptions options;
              options.n_ctx = n_ctx;
              options.n_batch = n_batch;
@@ -97,13 +97,14 @@ void register_context(py::module_& module) {
              options.flash_attention = flash_attention;
              options.kv_unified = kv_unified;
              options.swa_full = swa_full;
+             options.memory_available = memory_available;
              const GilReleased released;
              return std::make_shared<Context>(model, options);
            }),
            py::arg("model"), py::kw_only(), py::arg("n_ctx"), py::arg("n_batch"), py::arg("n_ubatch"),
            py::arg("n_seq_max"), py::arg("n_rs_seq"), py::arg("n_outputs_max"), py::arg("n_threads"),
            py::arg("type_k"), py::arg("type_v"), py::arg("flash_attention"), py::arg("kv_unified"),
-           py::arg("swa_full"))
+           py::arg("swa_full"), py::arg("memory_available"))
       .def_property_readonly("n_ctx", &Context::n_ctx)
       .def_property_readonly("n_ctx_seq", &Context::n_ctx_seq)
       .def_property_readonly("position_limit",

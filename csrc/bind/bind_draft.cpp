@@ -34,12 +34,10 @@ const char* name_of(DraftKind kind) {
   return "";
 }
 
-std::shared_ptr<SpeculativeContext> make_speculative(const std::shared_ptr<Context>& target,
-                                                     const std::shared_ptr<Model>& draft, bool plain,
-                                                     uint32_t n_ctx, uint32_t n_batch, uint32_t n_ubatch,
-                                                     uint32_t n_seq_max, int32_t n_threads,
-                                                     const std::string& type_k, const std::string& type_v,
-                                                     int32_t flash_attention, bool kv_unified) {
+std::shared_ptr<SpeculativeContext> make_speculative(
+    const std::shared_ptr<Context>& target, const std::shared_ptr<Model>& draft, bool plain, uint32_t n_ctx,
+    uint32_t n_batch, uint32_t n_ubatch, uint32_t n_seq_max, int32_t n_threads, const std::string& type_k,
+    const std::string& type_v, int32_t flash_attention, bool kv_unified, uint64_t memory_available) {
   ContextOptions options;
   options.n_ctx = n_ctx;
   options.n_batch = n_batch;
@@ -50,6 +48,7 @@ std::shared_ptr<SpeculativeContext> make_speculative(const std::shared_ptr<Conte
   options.type_v = type_v;
   options.flash_attention = flash_attention;
   options.kv_unified = kv_unified;
+  options.memory_available = memory_available;
   const GilReleased released;
   const DraftKind kind = plain ? DraftKind::model : SpeculativeContext::kind_of(*draft);
   return std::make_shared<SpeculativeContext>(target, draft, kind, options);
@@ -223,7 +222,7 @@ void register_draft(py::module_& module) {
   spec.def(py::init(&make_speculative), py::arg("target"), py::arg("draft"), py::kw_only(), py::arg("plain"),
            py::arg("n_ctx"), py::arg("n_batch"), py::arg("n_ubatch"), py::arg("n_seq_max"),
            py::arg("n_threads"), py::arg("type_k"), py::arg("type_v"), py::arg("flash_attention"),
-           py::arg("kv_unified"))
+           py::arg("kv_unified"), py::arg("memory_available"))
       .def_property_readonly("kind", [](const SpeculativeContext& self) { return name_of(self.kind()); })
       .def_property_readonly("context", &SpeculativeContext::context)
       .def_property_readonly("target_slots", &SpeculativeContext::target_slots)

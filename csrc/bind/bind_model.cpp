@@ -51,9 +51,11 @@ void register_model(py::module_& module) {
       .def_static(
           "load",
           [](const py::bytes& given_path, int32_t n_gpu_layers, bool use_mmap, bool load_mtp, bool vocab_only,
-             const std::optional<std::string>& weights, const py::object& progress) {
+             const std::optional<std::string>& weights, uint64_t memory_available,
+             const py::object& progress) {
             const std::string path = given_path;
-            const ModelOptions options{n_gpu_layers, use_mmap, load_mtp, vocab_only, weights};
+            const ModelOptions options{n_gpu_layers, use_mmap, load_mtp,
+                                       vocab_only,   weights,  memory_available};
             const std::function<bool(float)> report = [&progress](float fraction) {
               if (Activity::ending()) return true;
               const py::gil_scoped_acquire gil;
@@ -66,7 +68,7 @@ void register_model(py::module_& module) {
             return Model::load(path, options, report);
           },
           py::arg("path"), py::kw_only(), py::arg("n_gpu_layers"), py::arg("use_mmap"), py::arg("load_mtp"),
-          py::arg("vocab_only"), py::arg("weights"), py::arg("progress"),
+          py::arg("vocab_only"), py::arg("weights"), py::arg("memory_available"), py::arg("progress"),
           "Load a GGUF file. `progress(fraction)` is called about every 50 ms.")
       .def_property_readonly("metadata", [](const Model& model) { return to_python(model.metadata()); })
       .def_property_readonly("arch", [](const Model& model) { return to_str(model.arch()); })

@@ -10,17 +10,11 @@
 #include "engine/error.hpp"
 #include "engine/internals.hpp"
 #include "engine/log.hpp"
+#include "engine/memory_need.hpp"
 
 namespace llamatap {
 
 namespace {
-
-// What the engine notes of each place in a cache, whatever the model: position, sequences and the like.
-constexpr uint64_t kCellBytes = 48;
-
-uint64_t machine_memory() {
-  return static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<uint64_t>(sysconf(_SC_PAGE_SIZE));
-}
 
 ggml_type cache_type(const std::string& name) {
   for (const ggml_type type : {GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0,
@@ -72,10 +66,6 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
   options_.n_ubatch = std::min(options.n_ubatch, options_.n_batch);
   const uint32_t n_ctx_train = static_cast<uint32_t>(model_->n_ctx_train());
   options_.n_ctx = std::max(options.n_ctx == 0 ? n_ctx_train : options.n_ctx, options.n_seq_max);
-  if (!model_->is_recurrent() && options_.n_ctx * kCellBytes > machine_memory()) {
-    throw Unsupported("n_ctx=" + std::to_string(options_.n_ctx) + " needs more memory than the " +
-                      std::to_string(machine_memory() >> 30) + " GiB of this machine");
-  }
   if (recurrent_ && options.n_rs_seq > 0 && !rolls_back(model_->arch())) {
     throw Unsupported("taking tokens back (n_rs_seq) gives wrong states on " + model_->arch() +
                       "; save and restore sequences instead");
@@ -119,6 +109,9 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
   params.abort_callback = [](void* self) { return static_cast<Context*>(self)->interrupted(); };
   params.abort_callback_data = this;
 
+  if (options.memory_available > 0 && !borrows_memory()) {
+    require_context_memory(*model_, params, options.memory_available);
+  }
   held_.resize(options.n_seq_max);
   rewindable_.resize(options.n_seq_max, 0);
   threadpool_ = make_threadpool(options.n_threads);
@@ -126,8 +119,10 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
   guarded("the engine cannot make this context",
           [&] { context_.reset(llama_init_from_model(model_->handle(), params)); });
   if (!context_) {
-    throw Unsupported("the engine cannot make this context: " +
-                      (log.text().empty() ? std::string("it gave no reason") : log.text()));
+    const auto message = "the engine cannot make this context: " +
+                         (log.text().empty() ? std::string("it gave no reason") : log.text());
+    if (says_no_memory(message)) throw OutOfMemory(message);
+    throw Unsupported(message);
   }
   llama_attach_threadpool(context_.get(), threadpool_.get(), nullptr);
   if (drafts()) internals::give_next_states(context_.get(), options.causal);

@@ -43,6 +43,8 @@ struct ContextOptions {
   std::shared_ptr<Context> target;
   bool mtp = false;    // computes the MTP blocks of the model in the place of its trunk
   bool causal = true;  // of a context that drafts: whether a block of tokens sees only those before
+  /// Bytes of the machine's memory that the process can still take; 0: whether it fits is not looked at.
+  uint64_t memory_available = 0;
 };
 
 /// One engine call of a decode: which entries of the batch it computes, in the order in which it does.

@@ -17,6 +17,7 @@
 #include "engine/abort.hpp"
 #include "engine/error.hpp"
 #include "engine/log.hpp"
+#include "engine/memory_need.hpp"
 
 namespace llamatap {
 
@@ -160,8 +161,8 @@ void ScratchFile::write(const void* data, size_t size) {
   }
 }
 
-void convert_weights(const std::vector<std::string>& paths, const std::string& type, ScratchFile& target,
-                     const ConversionProgress& progress) {
+void convert_weights(const std::vector<std::string>& paths, const std::string& type, uint64_t available,
+                     ScratchFile& target, const ConversionProgress& progress) {
   const ggml_type wanted = weight_type(type);
   const LogScope log;
   std::vector<std::unique_ptr<Part>> parts;
@@ -178,6 +179,10 @@ void convert_weights(const std::vector<std::string>& paths, const std::string& t
       total += gguf_get_tensor_size(made.get(), i);
     }
   });
+  if (available > 0 && total > available) {
+    throw OutOfMemory("the weights as " + type + " take " + size_text(total) + " of memory, and " +
+                      size_text(available) + " are available; take a smaller type, or leave out weights=");
+  }
   target.write(header.data(), header.size());
 
   size_t finished = 0;

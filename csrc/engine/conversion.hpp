@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -34,8 +35,8 @@ struct ConversionProgress {
 /// Write the model of these files (the parts of a split one, in order) into `target`: all weights that are
 /// not float32 as `type` ("f32", "f16" or "bf16"), rounded to nearest, and the rest as it is. Throws
 /// InvalidInput for another type and for weights beyond float16, ModelLoadFailed for what cannot be read,
-/// Interrupted.
-void convert_weights(const std::vector<std::string>& paths, const std::string& type, ScratchFile& target,
-                     const ConversionProgress& progress);
+/// OutOfMemory when they take more than `available` bytes (0: any number may be taken), Interrupted.
+void convert_weights(const std::vector<std::string>& paths, const std::string& type, uint64_t available,
+                     ScratchFile& target, const ConversionProgress& progress);
 
 }  // namespace llamatap

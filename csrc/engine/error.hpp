@@ -38,6 +38,11 @@ struct ContextFull : Error {
   explicit ContextFull(const std::string& message) : Error("ContextFullError", message) {}
 };
 
+/// More memory would be taken than there is; nothing was allocated.
+struct OutOfMemory : Error {
+  explicit OutOfMemory(const std::string& message) : Error("OutOfMemoryError", message) {}
+};
+
 /// Another thread is using the object.
 struct Busy : Error {
   explicit Busy(const std::string& message) : Error("BusyError", message) {}

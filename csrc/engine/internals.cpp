@@ -4,6 +4,7 @@
 #include <ggml.h>
 #include <llama.h>
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -22,6 +23,7 @@
 #include "llama-kv-cache.h"
 #include "llama-memory-hybrid-iswa.h"
 #include "llama-memory-hybrid.h"
+#include "llama-memory-recurrent.h"
 #include "llama-memory.h"
 #include "llama-model.h"
 
@@ -56,6 +58,25 @@ std::vector<llama_kv_cache*> caches_of(llama_memory_i* memory) {
   return {};
 }
 
+const llama_memory_recurrent* recurrent_of(const llama_memory_i* memory) {
+  if (const auto* both = dynamic_cast<const llama_memory_hybrid*>(memory)) return both->get_mem_recr();
+  if (const auto* both = dynamic_cast<const llama_memory_hybrid_iswa*>(memory)) return both->get_mem_recr();
+  return dynamic_cast<const llama_memory_recurrent*>(memory);
+}
+
+void add(llamatap::internals::Footprint& footprint, ggml_backend_buffer_type_t type, size_t bytes) {
+  ggml_backend_dev_t device = ggml_backend_buft_get_device(type);
+  const auto kind = device == nullptr ? GGML_BACKEND_DEVICE_TYPE_CPU : ggml_backend_dev_type(device);
+  const bool is_gpu = kind == GGML_BACKEND_DEVICE_TYPE_GPU || kind == GGML_BACKEND_DEVICE_TYPE_IGPU;
+  if (is_gpu && !ggml_backend_buft_is_host(type)) {
+    footprint.devices[device] += bytes;
+    return;
+  }
+  footprint.host += bytes;
+  // Weights that the CPU keeps in an order of its own are copies.
+  if (type == ggml_backend_cpu_buffer_type()) footprint.mapped += bytes;
+}
+
 /// Where a memory looks for free places next. Planning a batch of sequences that have places of their own
 /// leaves that of one sequence with another one, and with sliding windows tokens are then overwritten too
 /// early.
@@ -78,10 +99,16 @@ class SearchHeads {
 
 namespace llamatap::internals {
 
+std::vector<ggml_backend_device*> devices(const llama_model* model) {
+  std::vector<ggml_backend_device*> found;
+  for (int32_t i = 0; i < llama_model_n_devices(model); ++i)
+    found.push_back(llama_model_get_device(model, i));
+  return found;
+}
+
 std::vector<std::string> device_names(const llama_model* model) {
   std::vector<std::string> names;
-  for (int32_t i = 0; i < llama_model_n_devices(model); ++i) {
-    ggml_backend_dev_t device = llama_model_get_device(model, i);
+  for (ggml_backend_dev_t device : devices(model)) {
     names.push_back(std::string(ggml_backend_dev_name(device)) + " (" + ggml_backend_dev_description(device) +
                     ")");
   }
@@ -199,6 +226,63 @@ void set_callback(llama_context* context, bool (*callback)(ggml_tensor*, bool, v
 }
 
 const llm_graph_result* computed_graph(llama_context* context) { return computed_result(*context); }
+
+Footprint weights_footprint(const llama_model* model) {
+  Footprint footprint;
+  for (const auto& [type, bytes] : model->memory_breakdown()) add(footprint, type, bytes);
+  return footprint;
+}
+
+Footprint context_footprint(const llama_context* context) {
+  Footprint footprint;
+  for (const auto& [type, bytes] : context->memory_breakdown()) {
+    add(footprint, type, bytes.context + bytes.compute);
+  }
+  return footprint;
+}
+
+uint64_t recurrent_bytes(const llama_context* context) {
+  uint64_t total = 0;
+  if (const auto* memory = recurrent_of(context->get_memory())) {
+    for (const auto& of_type : memory->memory_breakdown()) total += of_type.second;
+  }
+  return total;
+}
+
+uint64_t n_cells(const llama_context* context) {
+  const auto caches = caches_of(context->get_memory());
+  uint64_t total = 0;
+  for (const auto* cache : caches) total += uint64_t{cache->get_size()} * cache->get_n_stream();
+  const bool has_others = caches.empty() && context->get_memory() != nullptr &&
+                          dynamic_cast<llama_memory_recurrent*>(context->get_memory()) == nullptr;
+  return has_others ? context->get_cparams().n_ctx : total;
+}
+
+double context_bound(const llama_model* model, const llama_context_params& params) {
+  const auto& hparams = model->hparams;
+  double keys_and_values = 0;
+  double heads = 1;
+  double width = hparams.n_embd;
+  for (uint32_t layer = 0; layer < hparams.n_layer_all; ++layer) {
+    const double values = std::max(hparams.n_embd_k_gqa(layer), hparams.n_embd_v_gqa_max());
+    keys_and_values += 2 * values * sizeof(float);
+    heads = std::max<double>(heads, hparams.n_head(layer) + hparams.indexer_n_head);
+    width = std::max(width, double(hparams.n_ff(layer)) * std::max(1U, hparams.n_expert_used_max()));
+    width = std::max(width, values);
+  }
+  const double n_vocab = model->vocab.n_tokens();
+  const double n_seq = params.n_seq_max;
+  const double n_ctx = double(params.n_ctx) + 256 * n_seq;
+  const double n_tokens = std::min<double>(params.n_ubatch, n_ctx);
+  const double n_outputs = std::max<double>(params.n_outputs_max, n_seq);
+  const double states = (double(hparams.n_embd_r()) + hparams.n_embd_s() + hparams.ple_conv_state()) *
+                        hparams.n_layer_all * n_seq * (1 + params.n_rs_seq);
+  // Scores of each head, their softmax and copies; a dozen tensors of each width at once.
+  const double compute =
+      n_tokens * (4 * heads * std::max(n_ctx, n_tokens) + 16 * (width + hparams.n_embd) + 2 * n_vocab);
+  // Some architectures have caches of indices beside those of keys and values.
+  return 2 * (n_ctx * (keys_and_values + 100) + 4 * (states + compute + n_outputs * n_vocab));
+}
 
 DraftTraits draft_traits(const llama_model* model) {
   DraftTraits traits;

@@ -1,13 +1,16 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
 
+struct ggml_backend_device;
 struct ggml_tensor;
 struct llama_batch;
 struct llama_context;
+struct llama_context_params;
 struct llama_model;
 class llm_graph_result;
 
@@ -15,6 +18,8 @@ class llm_graph_result;
 /// breaks something breaks it here.
 namespace llamatap::internals {
 
+/// The devices that hold layers; none when all are on the CPU.
+std::vector<ggml_backend_device*> devices(const llama_model* model);
 std::vector<std::string> device_names(const llama_model* model);
 
 /// Throws Unsupported when the model has no plain token embedding matrix.
@@ -62,6 +67,30 @@ const float* hooked_rows(llama_context* context, int32_t layer);
 
 /// Sets the graph callback of a context that was made with one; null: none, and no stops between nodes.
 void set_callback(llama_context* context, bool (*callback)(ggml_tensor*, bool, void*));
+
+/// Bytes of buffers, by where they are.
+struct Footprint {
+  uint64_t host = 0;
+  uint64_t mapped =
+      0;  // of models: what is part of `host`, and need not be in memory when the file is mapped
+  std::map<ggml_backend_device*, uint64_t> devices;
+};
+
+/// The weights of a model, also of one that was loaded without them (no_alloc).
+Footprint weights_footprint(const llama_model* model);
+
+/// The memory of sequences and the buffers that graphs are computed in, also where nothing is allocated
+/// because the model is one without weights. Not the outputs.
+Footprint context_footprint(const llama_context* context);
+
+/// Bytes of the recurrent states of a context. Allocated even where the model is one without weights.
+uint64_t recurrent_bytes(const llama_context* context);
+
+/// Places for tokens in the caches of keys and values, of all sequences together.
+uint64_t n_cells(const llama_context* context);
+
+/// Bytes of a context of such a model in whatever place: more than it takes, and quickly told.
+double context_bound(const llama_model* model, const llama_context_params& params);
 
 /// What a file that drafts says of itself and of what it drafts for.
 struct DraftTraits {

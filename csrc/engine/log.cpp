@@ -14,6 +14,7 @@ namespace {
 constexpr size_t kMaxLines = 4096;
 
 thread_local LogScope* current_scope = nullptr;
+thread_local int mutes = 0;
 // The engine writes a line in pieces; each thread has one open line at most.
 thread_local std::string open_line;
 thread_local LogLevel open_level = LogLevel::info;
@@ -25,6 +26,7 @@ struct LogSink {
   std::deque<LogLine> lines;
 
   void take(LogLevel level, std::string text) {
+    if (mutes > 0) return;
     if (current_scope != nullptr && (level == LogLevel::error || level == LogLevel::warning)) {
       auto& collected = current_scope->text_;
       if (!collected.empty()) collected += "; ";
@@ -79,5 +81,9 @@ std::vector<LogLine> drain_log() {
 LogScope::LogScope() : outer_(current_scope) { current_scope = this; }
 
 LogScope::~LogScope() { current_scope = outer_; }
+
+LogMute::LogMute() { ++mutes; }
+
+LogMute::~LogMute() { --mutes; }
 
 }  // namespace llamatap

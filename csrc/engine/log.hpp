@@ -37,4 +37,13 @@ class LogScope {
   std::string text_;
 };
 
+/// While it lives, what the engine logs on this thread is dropped. Scopes nest.
+class LogMute {
+ public:
+  LogMute();
+  ~LogMute();
+  LogMute(const LogMute&) = delete;
+  LogMute& operator=(const LogMute&) = delete;
+};
+
 }  // namespace llamatap

@@ -13,11 +13,23 @@
 #include "engine/gguf_file.hpp"
 #include "engine/internals.hpp"
 #include "engine/log.hpp"
+#include "engine/memory_need.hpp"
 #include "engine/shutdown.hpp"
 
 namespace llamatap {
 
 namespace {
+
+llama_model_params engine_params(const ModelOptions& options) {
+  auto params = llama_model_default_params();
+  // An empty list keeps a model without GPU layers off the GPU altogether.
+  static std::array<ggml_backend_dev_t, 1> no_devices{nullptr};
+  if (options.n_gpu_layers == 0) params.devices = no_devices.data();
+  params.n_gpu_layers = options.n_gpu_layers;
+  params.load_mtp = options.load_mtp;
+  params.vocab_only = options.vocab_only;
+  return params;
+}
 
 std::string said(const LogScope& log) {
   return log.text().empty() ? std::string("the engine gave no reason") : log.text();
@@ -42,8 +54,8 @@ void Model::Free::operator()(llama_model* model) const {
   if (process == static_cast<int32_t>(getpid())) llama_model_free(model);
 }
 
-Model::Model(std::unique_ptr<llama_model, Free> model, std::string path, const ModelOptions& options,
-             Metadata metadata, bool blocks_alone)
+Model::Model(Handle model, std::string path, const ModelOptions& options, Metadata metadata,
+             bool blocks_alone)
     : model_(std::move(model)),
       path_(std::move(path)),
       options_(options),
@@ -66,16 +78,10 @@ std::shared_ptr<Model> Model::load(const std::string& path, const ModelOptions& 
     std::atomic<bool>* stop = nullptr;
     float converted = 0.0F;  // the share of the conversion
   } state;
-  auto params = llama_model_default_params();
-  // An empty list keeps a model without GPU layers off the GPU altogether.
-  std::array<ggml_backend_dev_t, 1> no_devices{nullptr};
-  if (options.n_gpu_layers == 0) params.devices = no_devices.data();
-  params.n_gpu_layers = options.n_gpu_layers;
+  auto params = engine_params(options);
   // Converted weights are in memory already; what goes to a GPU must not be held there too.
   const bool mapped = options.weights ? options.n_gpu_layers == 0 : options.use_mmap;
   params.load_mode = mapped ? LLAMA_LOAD_MODE_MMAP : LLAMA_LOAD_MODE_NONE;
-  params.load_mtp = options.load_mtp;
-  params.vocab_only = options.vocab_only;
   params.progress_callback_user_data = &state;
   params.progress_callback = [](float fraction, void* data) {
     auto* shared = static_cast<Progress*>(data);
@@ -83,7 +89,10 @@ std::shared_ptr<Model> Model::load(const std::string& path, const ModelOptions& 
     return !*shared->stop && !Activity::ending();
   };
 
-  std::unique_ptr<llama_model, Free> model(nullptr, Free{static_cast<int32_t>(getpid())});
+  if (options.memory_available > 0 && !options.vocab_only && !options.weights) {
+    require_model_memory(file.parts(), options);
+  }
+  Handle model(nullptr, Free{static_cast<int32_t>(getpid())});
   std::string reason;
   bool stopped = false;
   run_polling(
@@ -92,7 +101,8 @@ std::shared_ptr<Model> Model::load(const std::string& path, const ModelOptions& 
         std::optional<ScratchFile> converted;
         if (options.weights) {
           try {
-            convert_weights(file.parts(), *options.weights, converted.emplace(), {state.fraction, stop});
+            convert_weights(file.parts(), *options.weights, options.memory_available, converted.emplace(),
+                            {state.fraction, stop});
           } catch (const Interrupted&) {
             stopped = true;
             return;
@@ -112,6 +122,7 @@ std::shared_ptr<Model> Model::load(const std::string& path, const ModelOptions& 
       },
       [&] { return progress && progress(state.fraction); });
   if (stopped) throw Interrupted();
+  if (!model && says_no_memory(reason)) throw OutOfMemory("cannot load " + path + ": " + reason);
   if (!model) throw ModelLoadFailed("cannot load " + path + ": " + reason);
   if (const auto problem = internals::rotation_problem(model.get());
       !options.vocab_only && !problem.empty()) {
@@ -124,6 +135,20 @@ std::shared_ptr<Model> Model::load(const std::string& path, const ModelOptions& 
                             !file.has_tensor("blk.0.");
   return std::shared_ptr<Model>(
       new Model(std::move(model), path, options, std::move(metadata), blocks_alone));
+}
+
+Model::Handle Model::without_weights(const std::string& path, const ModelOptions& options) {
+  auto params = engine_params(options);
+  params.no_alloc = true;
+  params.load_mode = LLAMA_LOAD_MODE_NONE;
+  const LogMute mute;
+  Handle model(nullptr, Free{static_cast<int32_t>(getpid())});
+  try {
+    guarded("", [&] { model.reset(llama_model_load_from_file(path.c_str(), params)); });
+  } catch (const Error&) {
+    // The file may have been removed since it was loaded.
+  }
+  return model;
 }
 
 std::string Model::arch() const {

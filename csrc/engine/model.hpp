@@ -21,13 +21,23 @@ struct ModelOptions {
   bool vocab_only = false;
   /// What weights that are not float32 are converted to, "f32", "f16" or "bf16".
   std::optional<std::string> weights;
+  /// Bytes of the machine's memory that the process can still take; 0: whether they fit is not looked at.
+  uint64_t memory_available = 0;
 };
 
 /// A loaded model. Contexts hold it, so it outlives them.
 class Model {
+ private:
+  struct Free {
+    int32_t process;
+    void operator()(llama_model* model) const;
+  };
+
  public:
+  using Handle = std::unique_ptr<llama_model, Free>;
+
   /// `progress` is shown how much is loaded, in 0..1, about every 50 ms on the calling thread; true ends
-  /// the loading with Interrupted. Throws ModelLoadFailed with what the engine said.
+  /// the loading with Interrupted. Throws ModelLoadFailed with what the engine said, and OutOfMemory.
   static std::shared_ptr<Model> load(const std::string& path, const ModelOptions& options,
                                      const std::function<bool(float)>& progress);
 
@@ -36,6 +46,9 @@ class Model {
   const Metadata& metadata() const { return metadata_; }
   const Vocab& vocab() const { return vocab_; }
   llama_model* handle() const { return model_.get(); }
+  /// The engine's model of a file without its weights, to plan what it and its contexts take; null when there
+  /// is none (any more).
+  static Handle without_weights(const std::string& path, const ModelOptions& options);
   /// The id of the process that loaded the model: its threads do not survive a fork.
   int32_t process() const { return process_; }
 
@@ -80,15 +93,9 @@ class Model {
   std::vector<float> token_embeddings(const std::vector<int32_t>& tokens) const;
 
  private:
-  struct Free {
-    int32_t process;
-    void operator()(llama_model* model) const;
-  };
+  Model(Handle model, std::string path, const ModelOptions& options, Metadata metadata, bool blocks_alone);
 
-  Model(std::unique_ptr<llama_model, Free> model, std::string path, const ModelOptions& options,
-        Metadata metadata, bool blocks_alone);
-
-  std::unique_ptr<llama_model, Free> model_;
+  Handle model_;
   std::string path_;
   ModelOptions options_;
   Metadata metadata_;

@@ -25,6 +25,7 @@ from llamatap.errors import (
     ModelLoadError,
     ModelNotFoundError,
     NotFiniteError,
+    OutOfMemoryError,
     UnsupportedError,
 )
 from llamatap.extract import Extractor, extract
@@ -80,6 +81,7 @@ __all__ = [
     "MtpDrafter",
     "NGramDrafter",
     "NotFiniteError",
+    "OutOfMemoryError",
     "Probe",
     "Sampler",
     "Session",

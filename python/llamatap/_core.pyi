@@ -42,6 +42,7 @@ class Model:
         load_mtp: bool,
         vocab_only: bool,
         weights: str | None,
+        memory_available: typing.SupportsInt | typing.SupportsIndex,
         progress: typing.Any,
     ) -> Model:
         """
@@ -247,6 +248,7 @@ class Context:
         flash_attention: typing.SupportsInt | typing.SupportsIndex,
         kv_unified: bool,
         swa_full: bool,
+        memory_available: typing.SupportsInt | typing.SupportsIndex,
     ) -> None: ...
     def __reduce__(self) -> typing.Any: ...
     def decode(self, batch: Batch) -> None: ...
@@ -368,6 +370,7 @@ class SpeculativeContext:
         type_v: str,
         flash_attention: typing.SupportsInt | typing.SupportsIndex,
         kv_unified: bool,
+        memory_available: typing.SupportsInt | typing.SupportsIndex,
     ) -> None: ...
     def __reduce__(self) -> typing.Any: ...
     def decode(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import platform
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 # Without this the engine installs a terminate handler that starts a debugger; it looks once, when loaded.
 _had_variable = "GGML_NO_BACKTRACE" in os.environ
 os.environ.setdefault("GGML_NO_BACKTRACE", "1")
-from llamatap import _core  # noqa: E402
+from llamatap import _core, _limits  # noqa: E402
 
 if not _had_variable:
     del os.environ["GGML_NO_BACKTRACE"]
@@ -50,7 +51,13 @@ def usable_cpus() -> set[int]:
 
 
 def default_threads() -> int:
-    """The number of physical cores that this process may run on."""
+    """The number of physical cores that this process may run on, or as many as its CPU quota pays for (a
+    quota of 1.5 CPUs: 2), whichever is less."""
+    quota = _limits.cpu_quota()
+    return _physical_cores() if quota is None else max(1, min(_physical_cores(), math.ceil(quota)))
+
+
+def _physical_cores() -> int:
     cores = set()
     for cpu in usable_cpus():
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import warnings
 import weakref
@@ -13,7 +14,7 @@ from typing import Any, Literal, Protocol, TypedDict
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from llamatap import _saved
+from llamatap import _limits, _saved
 from llamatap import layers as layer_ids
 from llamatap._check import NotCopied, flag, instance, integer
 from llamatap._closing import Closing
@@ -21,7 +22,7 @@ from llamatap._native import _core, default_threads, flush_log, usable_cpus
 from llamatap.errors import BusyError, ClosedError, InvalidInputError
 from llamatap.layers import LayerId
 from llamatap.model import Model
-from llamatap.states import Source, States, dtype_name, typed_view
+from llamatap.states import DTYPES, Source, States, dtype_name, typed_view
 
 __all__ = ["Batch", "Context", "ContextOptions", "Memory", "Tap"]
 
@@ -129,12 +130,15 @@ class Memory(NotCopied):
 
 
 def thread_count(n_threads: int | None) -> int:
-    """`n_threads` checked, with a warning of too many; None: the number of physical cores."""
+    """`n_threads` checked, with a warning of too many; None: :func:`llamatap._native.default_threads`."""
     threads = default_threads() if n_threads is None else integer("n_threads", n_threads, 1)
-    if 512 >= threads > (usable := len(usable_cpus())):
+    n_cpus, quota = len(usable_cpus()), _limits.cpu_quota()
+    usable = n_cpus if quota is None else min(n_cpus, math.ceil(quota))
+    if 512 >= threads > usable:
+        limit = f"{n_cpus} CPUs" if usable == n_cpus else f"CPU quota ({quota:g})"
         warnings.warn(
-            f"n_threads={threads} is more than the {usable} CPUs of this process: the engine's threads "
-            "wait for each other by spinning, and a decode takes many times as long",
+            f"n_threads={threads} is more than the {limit} of this process: the threads wait for each other "
+            "some hundred times a decode, and generating text takes up to three times as long",
             RuntimeWarning,
             stacklevel=4,
         )
@@ -209,7 +213,8 @@ class Context(Closing):
     :param n_batch: the most tokens of one engine call, at least n_seq_max; larger batches take several.
     :param n_ubatch: the most tokens computed at once.
     :param n_seq_max: sequence ids are 0..n_seq_max-1.
-    :param n_threads: None for the number of physical cores; more than there are CPUs gets a RuntimeWarning.
+    :param n_threads: None for the number of physical cores, or what the CPU quota of a container pays for
+        where that is less; more than there are CPUs, or than the quota, gets a RuntimeWarning.
     :param type_k: type of the K cache: f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0, q5_1.
     :param type_v: type of the V cache.
     :param flash_attn: None leaves it to the engine.
@@ -220,6 +225,9 @@ class Context(Closing):
         number saves memory in proportion to the vocabulary.
     :raises InvalidInputError: an option is out of range.
     :raises UnsupportedError: the engine cannot make such a context of this model.
+    :raises OutOfMemoryError: it does not fit into memory; with both numbers and the largest ``n_ctx`` that
+        does. Counted are the KV cache, recurrent states, compute buffers, and outputs: ``n_outputs_max`` of
+        them where that was given, else one a sequence.
     """
 
     def __init__(
@@ -256,6 +264,8 @@ class Context(Closing):
         self.n_threads = thread_count(n_threads)
         # The model's own object may be closed before this one is.
         self._loaded = model.native
+        # Room for outputs that the engine has, or that was found to be there.
+        self._outputs_bytes = max(self.n_seq_max * self._loaded.n_vocab * 4, 32 << 20)
         self._n_layer = model.n_layer
         try:
             self._native = _core.Context(
@@ -272,6 +282,7 @@ class Context(Closing):
                 flash_attention=-1 if flash_attn is None else int(flag("flash_attn", flash_attn)),
                 kv_unified=self.kv_unified,
                 swa_full=self.swa_full,
+                memory_available=_limits.available_memory(),
             )
         finally:
             flush_log()
@@ -390,9 +401,40 @@ class Context(Closing):
         instance("batch", batch, Batch)
         self._decode(batch)
 
+    def require_outputs(self, n_outputs: int, *, computed: bool = True) -> None:
+        """Refuse outputs whose logits do not fit into memory: the engine allocates them when it decodes.
+        Private to the package.
+
+        :param computed: whether the decode goes on to the logits; the engine makes room for them either way.
+        :raises OutOfMemoryError: with both numbers.
+        """
+        rows = n_outputs + (min(n_outputs, self.n_ubatch) if computed else 0)
+        needed = rows * self._loaded.n_vocab * 4
+        if needed > self._outputs_bytes:
+            _limits.require_memory(
+                needed - self._outputs_bytes,
+                f"the logits of {n_outputs} outputs take",
+                "flag fewer entries of a batch as outputs, or decode it in parts",
+            )
+            self._outputs_bytes = needed
+
+    def _require_room(self, batch: Batch, tap: Tap | None) -> None:
+        n_rows = len(batch)
+        # Few rows need no look at each.
+        if n_rows * self._loaded.n_vocab * 8 > self._outputs_bytes:
+            self.require_outputs(sum(batch.outputs))
+        if tap is not None:
+            row_bytes = len(tap.layers) * self._loaded.n_embd * DTYPES[tap.dtype].itemsize
+            _limits.require_memory(
+                (n_rows if tap.rows == "all" else sum(batch.outputs)) * row_bytes,
+                f"the states of a batch of {n_rows} entries ({len(tap.layers)} layers, {tap.dtype}) take",
+                "tap fewer layers, or decode it in parts",
+            )
+
     def _decode(self, batch: Batch) -> None:
         native = self.native
         tap = self._tap
+        self._require_room(batch, tap)
         try:
             if tap is None:
                 native.decode(batch)

@@ -13,6 +13,7 @@ __all__ = [
     "ModelLoadError",
     "ModelNotFoundError",
     "NotFiniteError",
+    "OutOfMemoryError",
     "UnsupportedError",
 ]
 
@@ -43,6 +44,10 @@ class ModelNotFoundError(ModelLoadError, FileNotFoundError):
 
 class ContextFullError(Error, MemoryError):
     """The tokens do not fit into the context: the message gives both numbers."""
+
+
+class OutOfMemoryError(Error, MemoryError):
+    """It would take more memory than there is: the message gives both numbers. Nothing was allocated."""
 
 
 class BusyError(Error, RuntimeError):

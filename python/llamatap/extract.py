@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 from llamatap import layers as layer_ids
 from llamatap._check import instance, integer, separate
 from llamatap._closing import Closing
+from llamatap._limits import require_memory
 from llamatap._native import _core, flush_log
 from llamatap._packing import most_sequences, packs
 from llamatap._prompts import Input, Window, bounds, cut_prompt, is_single, out_array
@@ -29,7 +31,7 @@ from llamatap.errors import (
 )
 from llamatap.layers import LayerId
 from llamatap.model import Model
-from llamatap.states import States, dtype_name, typed_view
+from llamatap.states import DTYPES, States, dtype_name, typed_view
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -47,7 +49,9 @@ class _Job:
     n_prompt: int  # with what max_length cut
     begin: int
     end: int
-    out: NDArray[Any]
+    shape: tuple[int, ...]
+    given: NDArray[Any] | None  # by the caller, for the states
+    out: NDArray[Any] = field(init=False)
 
 
 class _Run:
@@ -93,7 +97,8 @@ class _Run:
                 self.jobs.append(self._job(model, prompt, windows[index], outs[index]))
             except InvalidInputError as error:
                 raise InvalidInputError(f"{where}{error}") from None
-        separate("outs", [(i, job.out) for i, job in enumerate(self.jobs) if outs[i] is not None])
+        separate("outs", [(i, job.given) for i, job in enumerate(self.jobs) if job.given is not None])
+        self._make_room()
 
     def _one_each(self, name: str, value: Any, count: int, is_one: bool) -> list[Any]:
         if value is None:
@@ -116,11 +121,24 @@ class _Run:
         rows = () if self.pool is not None else (end - begin,)
         shape = (*rows, len(self.layers), model.n_embd)
         assert self.dtype is not None
-        if out is None:
-            array = typed_view(_core.allocate(shape, self.dtype), self.dtype)
-        else:
-            array = out_array(out, shape, self.dtype)
-        return _Job(tokens, n_prompt, begin, end, array)
+        given = None if out is None else out_array(out, shape, self.dtype)
+        return _Job(tokens, n_prompt, begin, end, shape, given)
+
+    def _make_room(self) -> None:
+        """Allocate the states of the prompts for which no array was given."""
+        assert self.dtype is not None
+        shapes = [job.shape for job in self.jobs if job.given is None]
+        n_rows = sum(shape[0] if len(shape) == 3 else 1 for shape in shapes)
+        require_memory(
+            sum(map(math.prod, shapes)) * DTYPES[self.dtype].itemsize,
+            f"the states ({n_rows:,} rows of {len(self.layers)} layers, {self.dtype}) take",
+            "ask for fewer layers or prompts, a window, a pool or float16, or give a memmap as out",
+        )
+        for job in self.jobs:
+            if job.given is None:
+                job.out = typed_view(_core.allocate(job.shape, self.dtype), self.dtype)
+            else:
+                job.out = job.given
 
     def compute(self, context: Context, indices: Sequence[int]) -> dict[int, States]:
         """Compute some of the prompts in one context."""
@@ -140,6 +158,9 @@ class _Run:
     def _capture(self, context: Context, jobs: Sequence[_Job]) -> bool:
         """Compute prompts in one batch. Whether all that came of it is finite."""
         assert self.dtype is not None
+        if _passes_last_block(context.model, self.slots):
+            n_rows = min(sum(len(job.tokens) for job in jobs), context.n_ubatch)
+            context.require_outputs(n_rows, computed=False)
         if self.cancelled is not None and self.cancelled():
             raise CancelledError("cancelled before the engine was asked")
         return context.native.extract(
@@ -170,6 +191,13 @@ class _Run:
                 "truncated": job.n_prompt > len(job.tokens),
             },
         )
+
+
+def _passes_last_block(model: Model, slots: Sequence[int]) -> bool:
+    """Whether all rows must be outputs of the engine for these layers."""
+    nodes = model.layer_map.nodes
+    # Without a memory a whole prompt is computed at once, and all of it is output.
+    return any(nodes[slot][1] for slot in slots) or not model.layer_map.has_memory
 
 
 class Extractor(Closing):
@@ -221,9 +249,7 @@ class Extractor(Closing):
     def _fit(self, run: _Run, lengths: Sequence[int]) -> Context:
         """The kept context when it suits this work, else a new one."""
         layer_map = self.model.layer_map
-        nodes = layer_map.nodes
-        # Without a memory a whole prompt is computed at once, and all of it is output.
-        outputs = any(nodes[slot][1] for slot in run.slots) or not layer_map.has_memory
+        outputs = _passes_last_block(self.model, run.slots)
         options = self._options.copy()
         most = most_sequences(self.model.native) if options.get("kv_unified", True) else 1
         n_seq = 1
@@ -410,6 +436,8 @@ def extract(
     :returns: :class:`llamatap.States`, or a list of them, in the order of the inputs.
     :raises InvalidInputError: an argument is wrong; nothing was computed.
     :raises ContextFullError: a prompt is too long; with both numbers.
+    :raises OutOfMemoryError: the states, or the context for them, do not fit into memory; with both numbers.
+        Nothing was allocated.
     :raises UnsupportedError: the model carries no single residual stream, or is no language model or
         encoder of its own (encoder-decoders, drafters), or ``"norm"`` is asked of one that has none.
     :raises BusyError: another thread uses the context.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import stat
 import threading
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from llamatap import chat
+from llamatap import _limits, chat
 from llamatap._check import flag, integer
 from llamatap._closing import Closing
 from llamatap._files import ModelFiles
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from llamatap.extract import Extractor
 
 __all__ = ["Model", "token_array"]
+
+_logger = logging.getLogger("llamatap")
 
 
 def token_array(tokens: ArrayLike) -> NDArray[np.int32]:
@@ -86,6 +89,9 @@ class Model(Closing):
     :raises InvalidInputError: an argument is wrong, or a weight is beyond float16 with ``weights="f16"``.
     :raises ModelNotFoundError: there is no such file.
     :raises ModelLoadError: the file cannot be loaded; with what the engine said.
+    :raises OutOfMemoryError: the weights do not fit into memory. Those of a mapped file need not, for pages
+        can be dropped and read again at each pass: the logger ``llamatap`` warns of it. (Weights that the CPU
+        keeps in an order of its own, mostly those of 4 bits, are copies and must fit.)
 
     A model can be shared by contexts in several threads. ``close()``, or leaving a ``with`` block, gives
     up its memory once its contexts are closed too.
@@ -145,6 +151,7 @@ class Model(Closing):
                 RuntimeWarning,
                 stacklevel=2,
             )
+        available = _limits.available_memory()
         try:
             self._native = _core.Model.load(
                 os.fsencode(self.path),
@@ -153,10 +160,19 @@ class Model(Closing):
                 load_mtp=flag("load_mtp", load_mtp),
                 vocab_only=flag("vocab_only", vocab_only),
                 weights=weights,
+                memory_available=available,
                 progress=progress,
             )
         finally:
             flush_log()
+        if weights is None and not vocab_only and not self.devices and self.size_bytes > available:
+            _logger.warning(
+                "the weights of %s are %s, and %s of memory are available: they are read from the file "
+                "again at each pass, which is slow",
+                self.path.name,
+                _limits.gibibytes(self.size_bytes),
+                _limits.gibibytes(available),
+            )
         if self._native.metadata.get("split.count", 1) == 1:
             self.files.only_first()
 

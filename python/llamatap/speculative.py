@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from llamatap import _saved
+from llamatap import _limits, _saved
 from llamatap._check import flag, instance, integer
 from llamatap._closing import Closing
 from llamatap._native import _core, flush_log
@@ -157,6 +157,7 @@ class SpeculativeContext(Closing):
                 type_v=type_v,
                 flash_attention=-1 if flash_attn is None else int(flag("flash_attn", flash_attn)),
                 kv_unified=unified,
+                memory_available=_limits.available_memory(),
             )
         finally:
             flush_log()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llamatap._limits import require_memory
 from llamatap._packing import most_sequences, packs
 from llamatap.dataset._computed import Computed
 from llamatap.dataset._folder import Folder
@@ -132,8 +133,12 @@ class Work:
         :param part: some of the batches.
         :param wrote: called after each batch with the samples that were written.
         :raises InvalidInputError: ``on_error`` is "stop" and a sample's states are not finite.
+        :raises OutOfMemoryError: the states of the batches that are computed and not yet written do not fit
+            into memory; nothing was computed.
         :raises OSError: they cannot be written.
         """
+        part = list(part)
+        self._require_memory(part)
         computed = Computed(self.folder.work / "computed")
 
         def written(indices: Sequence[int]) -> None:
@@ -153,6 +158,17 @@ class Work:
                 kept = [(index, states[index]) for index in missing]
                 computed.keep(kept)
                 writer.put(kept)
+
+    def _require_memory(self, part: Sequence[Sequence[int]]) -> None:
+        lengths = self.layout.samples.lengths
+        largest = max((int(lengths[list(batch)].sum()) for batch in part), default=0)
+        n_batches = min(self.options.queue, len(part))
+        row_bytes = len(self.layout.columns) * self.layout.n_embd * self.layout.item_bytes
+        require_memory(
+            n_batches * largest * row_bytes,
+            f"the states of batches of up to {largest:,} tokens, {n_batches} at once (queue), take",
+            "take a smaller queue, batch_tokens or max_length, or fewer layers",
+        )
 
     def recover(self) -> int:
         """Write what a run that was killed had computed of these batches; how many samples that were.

@@ -19,6 +19,7 @@ from llamatap.errors import (
     Error,
     InvalidInputError,
     NotFiniteError,
+    OutOfMemoryError,
     UnsupportedError,
 )
 
@@ -62,6 +63,8 @@ def api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, ContextFullError):
         return ApiError.invalid(str(error), "context_length_exceeded")
+    if isinstance(error, OutOfMemoryError):
+        return ApiError(503, "unavailable_error", "out_of_memory", str(error))
     if isinstance(error, ClosedError):
         return ApiError(503, "unavailable_error", "model_closed", "the model is being closed")
     if isinstance(error, NotFiniteError):

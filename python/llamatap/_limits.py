@@ -1,0 +1,199 @@
+"""Memory and CPU time that this process may take: the machine's, within its cgroups and its own limits.
+
+Python's standard library knows CPU affinity alone, and no portable interface tells a container's share: so
+the files are read here. cgroups of version 2 and 1 may both be mounted, and a limit of any parent holds.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from llamatap.errors import OutOfMemoryError
+
+__all__ = ["available_memory", "cpu_quota", "gibibytes", "require_memory"]
+
+_ROOT = Path("/")
+
+#: The kernel's figure is an estimate that errs on the safe side, and of what is reserved not all is touched:
+#: what is less than 2 % too large is let through.
+_GENEROSITY = 1.02
+
+#: Smaller requests are not looked at: reading the figures takes a tenth of a millisecond.
+_WORTH_A_LOOK = 32 << 20
+
+
+def available_memory(root: Path | None = None) -> int:
+    """Bytes that this process can take before the system kills it or refuses: an estimate.
+
+    The least of: the machine's available memory with its free swap; the room in each cgroup up to the root,
+    with file caches that can be dropped; the room under RLIMIT_AS and RLIMIT_DATA. Where there is no /proc
+    (macOS): all of the machine's memory, for such systems swap as much as it takes.
+
+    :param root: where /proc and /sys are, for tests.
+    """
+    root = root or _ROOT
+    meminfo = _kibibytes(root / "proc/meminfo")
+    if "MemAvailable" not in meminfo:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    swap = meminfo.get("SwapFree", 0)
+    rooms = [meminfo["MemAvailable"] + swap]
+    for version, folder in _cgroups(root, "memory"):
+        if version == 2:
+            rooms += _room_v2(folder, swap)
+        else:
+            rooms += _room_v1(folder, swap)
+    rooms += _room_under_rlimits(root)
+    return max(1, int(min(rooms) * _GENEROSITY))
+
+
+def cpu_quota(root: Path | None = None) -> float | None:
+    """CPUs' worth of time that the cgroups allow (``docker run --cpus=1.5``: 1.5); None for no such limit.
+
+    :param root: where /proc and /sys are, for tests.
+    """
+    shares = []
+    for version, folder in _cgroups(root or _ROOT, "cpu"):
+        if version == 2:
+            quota, period = [*_text(folder / "cpu.max").split(), "", ""][:2]
+        else:
+            quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit() and int(period) > 0:
+            shares.append(int(quota) / int(period))
+    return min(shares, default=None)
+
+
+def require_memory(needed: int, what: str, advice: str) -> None:
+    """Refuse what would not fit into memory before it is allocated: malloc succeeds, and the kernel kills
+    later.
+
+    :param needed: bytes.
+    :param what: with its verb: "the states of 3 prompts take".
+    :param advice: what to do instead.
+    :raises OutOfMemoryError: more than :func:`available_memory`.
+    """
+    if needed < _WORTH_A_LOOK:
+        return
+    available = available_memory()
+    if needed > available:
+        raise OutOfMemoryError(
+            f"{what} {gibibytes(needed)} of memory, and {gibibytes(available)} are available; {advice}"
+        )
+
+
+def gibibytes(size: float) -> str:
+    """Bytes for a message."""
+    if size < 2**30:
+        return f"{math.ceil(size / 2**20):,} MiB"
+    return f"{size / 2**30:,.2f} GiB"
+
+
+def _room_v2(folder: Path, swap: int) -> list[int]:
+    # Above memory.high a process is held up rather than killed, to a crawl.
+    limits = [_bytes(folder / name) for name in ("memory.max", "memory.high")]
+    limit = min((found for found in limits if found is not None), default=None)
+    used = _bytes(folder / "memory.current")
+    if limit is None or used is None:
+        return []
+    swap_limit, swap_used = _bytes(folder / "memory.swap.max"), _bytes(folder / "memory.swap.current")
+    if swap_limit is not None and swap_used is not None:
+        swap = min(swap, max(0, swap_limit - swap_used))
+    stat = _numbers(folder / "memory.stat")
+    return [limit - used + stat.get("inactive_file", 0) + stat.get("active_file", 0) + swap]
+
+
+def _room_v1(folder: Path, swap: int) -> list[int]:
+    stat = _numbers(folder / "memory.stat")
+    caches = stat.get("total_inactive_file", 0) + stat.get("total_active_file", 0)
+    rooms = []
+    # The second is of memory and swap together.
+    for kind, more in (("memory", caches + swap), ("memory.memsw", caches)):
+        limit, used = _bytes(folder / f"{kind}.limit_in_bytes"), _bytes(folder / f"{kind}.usage_in_bytes")
+        if limit is not None and used is not None:
+            rooms.append(limit - used + more)
+    return rooms
+
+
+def _room_under_rlimits(root: Path) -> list[int]:
+    if sys.platform == "win32":
+        return []
+    import resource
+
+    status = _kibibytes(root / "proc/self/status")
+    rooms = []
+    for limit, used in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        soft = resource.getrlimit(limit)[0]
+        if soft != resource.RLIM_INFINITY and used in status:
+            rooms.append(soft - status[used])
+    return rooms
+
+
+def _cgroups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
+    """The cgroups of this process that limit what `controller` counts, from its own up to the root of what
+    is mounted: (version, folder)."""
+    own = {}
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if number == "0" and not controllers:
+            own[2] = path
+        elif controller in controllers.split(","):
+            own[1] = path
+    for line in _text(root / "proc/self/mountinfo").splitlines():
+        # ID PARENT DEVICE ROOT MOUNTPOINT OPTIONS [MORE...] - TYPE SOURCE SUPEROPTIONS
+        mount, _, filesystem = (part.split() for part in line.partition(" - "))
+        if len(mount) < 5 or len(filesystem) < 3:
+            continue
+        if filesystem[0] == "cgroup2":
+            version = 2
+        elif filesystem[0] == "cgroup" and controller in filesystem[2].split(","):
+            version = 1
+        else:
+            continue
+        if version not in own:
+            continue
+        # In a container the mount may begin at its own cgroup, or the path be one of the host's.
+        begin, top = _unescaped(mount[3]), root / _unescaped(mount[4]).lstrip("/")
+        below = os.path.relpath(own[version], begin)
+        folder = top if below.startswith("..") else top / below
+        while True:
+            yield version, folder
+            if folder == top or top not in folder.parents:
+                break
+            folder = folder.parent
+
+
+def _unescaped(path: str) -> str:
+    return path.encode("latin-1", "replace").decode("unicode_escape")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _bytes(path: Path) -> int | None:
+    """A limit or a count; None where there is no file, or no limit."""
+    text = _text(path)
+    # Version 1 says "no limit" with the largest number of pages.
+    return int(text) if text.isdigit() and int(text) < 2**62 else None
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    fields = (line.split() for line in _text(path).splitlines())
+    return {found[0]: int(found[1]) for found in fields if len(found) == 2 and found[1].isdigit()}
+
+
+def _kibibytes(path: Path) -> dict[str, int]:
+    """Lines of "Name:  123 kB", in bytes."""
+    found = {}
+    for line in _text(path).splitlines():
+        name, _, rest = line.partition(":")
+        words = rest.split()
+        if len(words) == 2 and words[1] == "kB" and words[0].isdigit():
+            found[name] = int(words[0]) * 1024
+    return found
