@@ -119,7 +119,6 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
   params.abort_callback = [](void* self) { return static_cast<Context*>(self)->interrupted(); };
   params.abort_callback_data = this;
 
-  held_.resize(options.n_seq_max);
   rewindable_.resize(options.n_seq_max, 0);
   threadpool_ = make_threadpool(options.n_threads);
   const LogScope log;
