@@ -36,10 +36,11 @@ def poisoned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def spoil_late_cells(context: lt.Context) -> None:
-    """NaN lies behind what is there last."""
+    """NaN lies behind what is there last, and behind what was written last."""
     context.decode(lt.Batch.of([CLEAN] * 60, seq=0))
     context.decode(lt.Batch.of([DIRTY] * 40, seq=1))
     context.memory.remove(1)
+    context.decode(lt.Batch.of([CLEAN], seq=0, pos0=60))
     context.memory.remove(0)
 
 
