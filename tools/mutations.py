@@ -106,8 +106,8 @@ MUTATIONS = [
     Mutation(
         "a cleared memory keeps its data",
         "csrc/engine/memory.cpp",
-        "clear_memory(/*data=*/true)",
-        "clear_memory(/*data=*/false)",
+        "clear_memory(/*zero=*/true)",
+        "clear_memory(/*zero=*/false)",
         "tests/python/test_edges.py -k cleared",
     ),
     Mutation(
@@ -134,9 +134,37 @@ MUTATIONS = [
     Mutation(
         "positions may meet",
         "csrc/engine/memory.cpp",
-        "if (after.overlaps(target)) {",
+        "if (twice != after.all.end()) {",
         "if (false) {",
         "tests/python/test_context.py",
+    ),
+    Mutation(
+        "what shares moved tokens is not looked at",
+        "csrc/engine/memory.cpp",
+        "const auto sharers = cells.sharers(seq, range, static_cast<int32_t>(options_.n_seq_max));",
+        "const std::vector<int32_t> sharers{seq};",
+        "tests/python/test_memory_shared.py",
+    ),
+    Mutation(
+        "windows are taken to reach back to anything",
+        "csrc/engine/cells.cpp",
+        "return n_dropped == 0 || int64_t{all[n_dropped - 1]} < int64_t{all.back()} + 1 - window;",
+        "return true;",
+        "tests/python/test_memory.py tests/python/test_memory_shared.py",
+    ),
+    Mutation(
+        "a copy shares recurrent state that is taken back",
+        "csrc/engine/memory.cpp",
+        "const bool own_state = recurrent_ && options_.n_rs_seq > 0;",
+        "const bool own_state = false;",
+        "tests/python/test_memory_shared.py -k recurrent",
+    ),
+    Mutation(
+        "what was written beyond the cells in use is not cleared",
+        "csrc/engine/memory.cpp",
+        "std::max(written_cells_, cells_in_use(context_.get()))",
+        "cells_in_use(context_.get())",
+        "tests/python/test_memory_cleared.py",
     ),
     Mutation(
         "assertions end the process",

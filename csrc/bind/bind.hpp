@@ -7,6 +7,7 @@
 #include <limits>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "capture/block.hpp"
@@ -44,6 +45,22 @@ class GilReleased {
  private:
   PyThreadState* state_;
 };
+
+/// The same object, which is freed without the GIL: giving back gigabytes takes long. Whoever drops it last.
+template <typename Type>
+std::shared_ptr<Type> freed_without_gil(std::shared_ptr<Type> owner) {
+  Type* const object = owner.get();
+  return std::shared_ptr<Type>(object, [owner = std::move(owner)](Type*) mutable {
+    if (PyGILState_Check() == 0) {
+      owner.reset();
+      return;
+    }
+    const GilReleased released;
+    // The process must not end meanwhile: the engine's static objects are needed.
+    const Activity::Return back;
+    owner.reset();
+  });
+}
 
 /// A poll for calls made without the GIL: takes it, lets pending signal handlers run and throws what they
 /// raise (KeyboardInterrupt). Python runs handlers on its main thread only; elsewhere there is none. To be

@@ -99,7 +99,7 @@ void register_context(py::module_& module) {
              options.swa_full = swa_full;
              options.memory_available = memory_available;
              const GilReleased released;
-             return std::make_shared<Context>(model, options);
+             return freed_without_gil(std::make_shared<Context>(model, options));
            }),
            py::arg("model"), py::kw_only(), py::arg("n_ctx"), py::arg("n_batch"), py::arg("n_ubatch"),
            py::arg("n_seq_max"), py::arg("n_rs_seq"), py::arg("n_outputs_max"), py::arg("n_threads"),
@@ -111,6 +111,7 @@ void register_context(py::module_& module) {
                              [](const Context& context) { return context.model()->position_limit(); })
       .def_property_readonly("engine_seconds", &Context::engine_seconds)
       .def_property_readonly("nodes_seen", &Context::nodes_seen)
+      .def_property_readonly("zeroed_cells", &Context::zeroed_cells)
       .def_property_readonly("n_batch", &Context::n_batch)
       .def_property_readonly("n_ubatch", &Context::n_ubatch)
       .def_property_readonly("flash_attention", &Context::flash_attention)
@@ -143,13 +144,14 @@ void register_context(py::module_& module) {
             return values;
           },
           py::arg("row"))
-      .def("memory_clear", &Context::memory_clear)
-      .def("memory_remove", &Context::memory_remove, py::arg("seq"), py::arg("p0"), py::arg("p1"))
+      .def("memory_clear", &Context::memory_clear, py::call_guard<GilReleased>())
+      .def("memory_remove", &Context::memory_remove, py::arg("seq"), py::arg("p0"), py::arg("p1"),
+           py::call_guard<GilReleased>())
       .def("memory_copy", &Context::memory_copy, py::arg("source"), py::arg("target"), py::arg("p0"),
-           py::arg("p1"))
-      .def("memory_keep", &Context::memory_keep, py::arg("seq"))
+           py::arg("p1"), py::call_guard<GilReleased>())
+      .def("memory_keep", &Context::memory_keep, py::arg("seq"), py::call_guard<GilReleased>())
       .def("memory_shift", &Context::memory_shift, py::arg("seq"), py::arg("p0"), py::arg("p1"),
-           py::arg("delta"))
+           py::arg("delta"), py::call_guard<GilReleased>())
       .def("memory_first", &Context::memory_first, py::arg("seq"))
       .def("memory_last", &Context::memory_last, py::arg("seq"))
       .def(

@@ -51,7 +51,7 @@ std::shared_ptr<SpeculativeContext> make_speculative(
   options.memory_available = memory_available;
   const GilReleased released;
   const DraftKind kind = plain ? DraftKind::model : SpeculativeContext::kind_of(*draft);
-  return std::make_shared<SpeculativeContext>(target, draft, kind, options);
+  return freed_without_gil(std::make_shared<SpeculativeContext>(target, draft, kind, options));
 }
 
 Floats encode(SpeculativeContext& spec, const Floats& features) {
@@ -199,17 +199,18 @@ std::tuple<std::vector<int32_t>, int32_t> run_verify(const Context& context, Sam
   const auto tokens = to_vector(draft);
   const int32_t n_vocab = context.model()->vocab().size();
   if (first_row < 0) throw InvalidInput("first_row must be 0 or more, not " + std::to_string(first_row));
-  if (!distributions) {
-    auto found = verify(context, sampler, first_row, tokens, ends);
-    return {std::move(found.tokens), found.n_accepted};
-  }
-  if (distributions->ndim() != 2 || distributions->shape(0) != draft.size() ||
-      distributions->shape(1) != n_vocab) {
+  if (distributions && (distributions->ndim() != 2 || distributions->shape(0) != draft.size() ||
+                        distributions->shape(1) != n_vocab)) {
     throw InvalidInput("distributions must be (" + std::to_string(draft.size()) + ", " +
                        std::to_string(n_vocab) +
                        ") float32 values: of each drafted token, the distribution that it was drawn from");
   }
-  auto found = verify_by_rejection(context, sampler, first_row, tokens, distributions->data(), ends);
+  // `distributions` keeps its memory until this returns.
+  const float* drawn_from = distributions ? distributions->data() : nullptr;
+  const GilReleased released;
+  auto found = drawn_from == nullptr
+                   ? verify(context, sampler, first_row, tokens, ends)
+                   : verify_by_rejection(context, sampler, first_row, tokens, drawn_from, ends);
   return {std::move(found.tokens), found.n_accepted};
 }
 
@@ -224,7 +225,8 @@ void register_draft(py::module_& module) {
            py::arg("n_threads"), py::arg("type_k"), py::arg("type_v"), py::arg("flash_attention"),
            py::arg("kv_unified"), py::arg("memory_available"))
       .def_property_readonly("kind", [](const SpeculativeContext& self) { return name_of(self.kind()); })
-      .def_property_readonly("context", &SpeculativeContext::context)
+      .def_property_readonly("context",
+                             [](const SpeculativeContext& self) { return freed_without_gil(self.context()); })
       .def_property_readonly("target_slots", &SpeculativeContext::target_slots)
       .def_property_readonly("n_features", &SpeculativeContext::n_features)
       .def_property_readonly("n_state", &SpeculativeContext::n_state)

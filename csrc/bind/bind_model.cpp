@@ -65,7 +65,7 @@ void register_model(py::module_& module) {
             };
             // All arguments are converted; `progress` is only touched with the GIL taken back.
             const GilReleased released;
-            return Model::load(path, options, report);
+            return freed_without_gil(Model::load(path, options, report));
           },
           py::arg("path"), py::kw_only(), py::arg("n_gpu_layers"), py::arg("use_mmap"), py::arg("load_mtp"),
           py::arg("vocab_only"), py::arg("weights"), py::arg("memory_available"), py::arg("progress"),
@@ -137,7 +137,12 @@ void register_model(py::module_& module) {
       .def(
           "token_embeddings",
           [](const Model& model, const Ints& tokens) {
-            const auto values = model.token_embeddings(to_vector(tokens));
+            const auto ids = to_vector(tokens);
+            std::vector<float> values;
+            {
+              const GilReleased released;
+              values = model.token_embeddings(ids);
+            }
             const py::ssize_t rows = tokens.size();
             const py::ssize_t width =
                 rows == 0 ? model.n_embd() : static_cast<py::ssize_t>(values.size()) / rows;

@@ -22,6 +22,8 @@ void register_sampler(py::module_& module) {
       .def(
           "sample",
           [](Sampler& sampler, const Context& context, int32_t row) {
+            const GilReleased released;
+            const auto held = sampler.hold();
             std::vector<float> logits(static_cast<size_t>(context.model()->vocab().size()));
             context.copy_logits(row, logits.data());
             return sampler.sample(logits.data(), context.model()->vocab().size());
@@ -31,11 +33,25 @@ void register_sampler(py::module_& module) {
           "sample_logits",
           [](Sampler& sampler, const py::array_t<float, py::array::c_style>& logits) {
             if (logits.ndim() != 1) throw InvalidInput("logits must be a vector");
-            return sampler.sample(logits.data(), static_cast<int32_t>(logits.size()));
+            // `logits` keeps its memory until this returns.
+            const float* values = logits.data();
+            const auto n = static_cast<int32_t>(logits.size());
+            const GilReleased released;
+            const auto held = sampler.hold();
+            return sampler.sample(values, n);
           },
           py::arg("logits").noconvert())
-      .def("accept", &Sampler::accept, py::arg("token"))
-      .def("reset", &Sampler::reset);
+      .def(
+          "accept",
+          [](Sampler& sampler, int32_t token) {
+            const auto held = sampler.hold();
+            sampler.accept(token);
+          },
+          py::arg("token"))
+      .def("reset", [](Sampler& sampler) {
+        const auto held = sampler.hold();
+        sampler.reset();
+      });
 }
 
 }  // namespace llamatap::bind

@@ -112,7 +112,6 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
   if (options.memory_available > 0 && !borrows_memory()) {
     require_context_memory(*model_, params, options.memory_available);
   }
-  held_.resize(options.n_seq_max);
   rewindable_.resize(options.n_seq_max, 0);
   threadpool_ = make_threadpool(options.n_threads);
   const LogScope log;

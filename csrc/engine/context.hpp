@@ -11,9 +11,9 @@
 
 #include "engine/backend.hpp"
 #include "engine/batch.hpp"
+#include "engine/error.hpp"
 #include "engine/graph.hpp"
 #include "engine/model.hpp"
-#include "engine/positions.hpp"
 #include "engine/use.hpp"
 #include "engine/worker.hpp"
 
@@ -145,10 +145,13 @@ class Context {
   void select_head(int32_t head);
 
   /// Seconds that all calls of the engine have taken.
-  double engine_seconds() const { return engine_seconds_; }
+  double engine_seconds() const { return engine_seconds_.load(std::memory_order_relaxed); }
 
   /// How many nodes the last decode came by: an early end shows in it.
-  int64_t nodes_seen() const { return nodes_seen_; }
+  int64_t nodes_seen() const { return nodes_seen_.load(std::memory_order_relaxed); }
+
+  /// How many cells of the cache were set to zero since it was made.
+  int64_t zeroed_cells() const { return zeroed_cells_.load(std::memory_order_relaxed); }
 
   /// Whether no sequence has tokens in memory; to be asked while it is held.
   bool is_empty() const;
@@ -184,26 +187,31 @@ class Context {
   void check_drafting(const Batch& batch) const;
   std::vector<Piece> plan(const Batch& batch, const DecodeObserver* observer, bool memory_is_scratch) const;
   void run(const Batch& batch, std::vector<Piece>& pieces, DecodeObserver* observer);
-  void run_piece(const Batch& batch, Piece& piece, bool one_sequence, DecodeObserver* observer);
+  /// False when the batch does not fit.
+  bool run_piece(const Batch& batch, Piece& piece, bool one_sequence, DecodeObserver* observer);
   /// llama_encode or llama_decode; `nodes`: the callback is on. Returns the engine's status.
   int32_t call_engine(const llama_batch& batch, bool encode, bool nodes);
   const LogitRow& output_row(int32_t row) const;
   /// Whether the engine computes all rows of a batch to the end, whatever is an output. It reads the first
   /// ones then.
   bool computes_all_rows() const;
-  std::string full_message(const Batch& batch) const;
+  std::string full_message(const Batch& batch, int64_t n_used) const;
   void keep_logits();
   void roll_back(const std::vector<int32_t>& sequences, const std::vector<int32_t>& last);
-  void note_held(const Batch& batch, const std::vector<int32_t>& given,
-                 const std::vector<std::vector<int32_t>>& ubatches);
+  void note_rewindable(const Batch& batch, const std::vector<int32_t>& given,
+                       const std::vector<std::vector<int32_t>>& ubatches);
+  void note_written(bool completely);
   /// Throws Unsupported when the model keeps none.
   llama_memory_i* engine_memory() const;
   /// Throws Unsupported also when it is another context's.
   llama_memory_i* own_memory() const;
   void check_sequence(int32_t seq) const;
   bool can_remove_suffix(int32_t seq, int32_t p0) const;
+  Unsupported windows_lost() const;
+  std::string saved(int32_t seq, uint32_t flags = 0) const;
+  bool load(int32_t seq, const std::string& state, uint32_t flags = 0);
   void drop(int32_t seq);
-  void clear_memory(bool data);
+  void clear_memory(bool zero);
   bool interrupted() const noexcept;
   bool can_stop() const noexcept;
   /// Turns on what the next engine call needs: hooks for these layers, or the callback.
@@ -223,15 +231,19 @@ class Context {
   bool stopped_ = false;  // nothing more of the current graph is wanted
   std::atomic<bool>* interrupt_ = nullptr;
   std::vector<int32_t> hooked_layers_;
-  std::vector<Positions> held_;  // by sequence
   // By sequence: how many of its last tokens recurrent layers can take back.
   std::vector<int32_t> rewindable_;
   std::vector<LogitRow> logit_rows_;  // by entry of the last batch; index -1: no output
   std::vector<float> kept_logits_;
   std::vector<float> kept_states_;  // beside kept_logits_
   bool has_logits_ = true;          // of the last decode
-  int64_t nodes_seen_ = 0;
-  double engine_seconds_ = 0;
+  // The first cells of each cache that may hold anything but zeros.
+  static constexpr uint32_t kAllCells = UINT32_MAX;
+  uint32_t written_cells_ = 0;
+  // Written by the thread that uses the context, read by any.
+  std::atomic<int64_t> zeroed_cells_{0};
+  std::atomic<int64_t> nodes_seen_{0};
+  std::atomic<double> engine_seconds_{0};
 };
 
 }  // namespace llamatap

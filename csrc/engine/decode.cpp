@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "engine/abort.hpp"
+#include "engine/cells.hpp"
 #include "engine/context.hpp"
 #include "engine/error.hpp"
 #include "engine/internals.hpp"
@@ -92,7 +93,7 @@ void Context::decode_scratch(const Batch& batch, DecodeObserver& observer, const
     ~Clear() {
       context.logit_rows_.clear();
       if (context.broken_ || !context.has_memory()) return;
-      context.clear_memory(/*data=*/!all_finite);
+      context.clear_memory(/*zero=*/!all_finite);
     }
   };
   Clear clear{*this};
@@ -136,8 +137,13 @@ void Context::run(const Batch& batch, std::vector<Piece>& pieces, DecodeObserver
     last.push_back(has_memory() ? llama_memory_seq_pos_max(llama_get_memory(context_.get()), seq) : -1);
   }
   nodes_seen_ = 0;
+  const int64_t n_used = has_memory() ? Cells(context_.get()).used() : 0;
   try {
-    for (auto& piece : pieces) run_piece(batch, piece, sequences.size() == 1, observer);
+    for (auto& piece : pieces) {
+      if (!run_piece(batch, piece, sequences.size() == 1, observer)) {
+        throw ContextFull(full_message(batch, n_used));
+      }
+    }
   } catch (...) {
     observer_ = nullptr;
     logit_rows_.clear();
@@ -160,7 +166,7 @@ void Context::watch(const std::vector<int32_t>& hooked_layers, bool nodes) {
   internals::set_callback(context_.get(), nodes ? &Context::on_node : nullptr);
 }
 
-void Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, DecodeObserver* observer) {
+bool Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, DecodeObserver* observer) {
   const EngineBatch engine_batch(batch, piece, model_->n_positions());
   const auto given = piece.rows;
   const auto hooks = observer == nullptr ? std::vector<int32_t>() : observer->hooked_layers();
@@ -195,22 +201,24 @@ void Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, Dec
   const LogScope log;
   const int32_t status = call_engine(engine_batch.view, model_->is_encoder(), nodes);
   observer_ = nullptr;
+  if (has_memory() && !borrows_memory()) note_written(status == 0);
   if (observer_error_) std::rethrow_exception(std::exchange(observer_error_, nullptr));
   if (interrupted() || status == 2) throw Interrupted();
-  if (status == 1) throw ContextFull(full_message(batch));
+  if (status == 1) return false;
   if (status == -1) throw InvalidInput("the engine refuses the batch: " + log.text());
   if (status != 0)
     throw EngineFailed("decode failed with status " + std::to_string(status) + ": " + log.text());
-  if (!borrows_memory()) note_held(batch, given, ubatches);
+  note_rewindable(batch, given, ubatches);
   for (const int32_t layer : hooks) observer->hooked(layer, internals::hooked_rows(context_.get(), layer));
   if (observer != nullptr) observer->end();
-  if (piece.may_stop) return;
+  if (piece.may_stop) return true;
   has_logits_ = Graph(internals::computed_graph(context_.get())).has_logits();
-  if (!has_logits_) return;
+  if (!has_logits_) return true;
   for (size_t index = 0; index < given.size(); ++index) {
     const int32_t row = given[index];
     if (batch.outputs()[row]) logit_rows_[row] = {true, static_cast<int32_t>(index)};
   }
+  return true;
 }
 
 int32_t Context::call_engine(const llama_batch& batch, bool encode, bool nodes) {
@@ -228,33 +236,22 @@ int32_t Context::call_engine(const llama_batch& batch, bool encode, bool nodes) 
   }
   // Also brings back errors of asynchronous back ends before anyone reads.
   llama_synchronize(context_.get());
-  engine_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
+  const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - started;
+  engine_seconds_.store(engine_seconds() + taken.count(), std::memory_order_relaxed);
   // Other graphs (moving positions in the cache) are not for the callback to see, nor to stop.
   internals::set_callback(context_.get(), nullptr);
   return status;
 }
 
-std::string Context::full_message(const Batch& batch) const {
-  // Pieces of this batch that are there already are taken back after this.
-  std::vector<Positions> held = held_;
-  for (int32_t row = 0; row < batch.size(); ++row) {
-    const int64_t position = batch.positions()[row];
-    for (const int32_t seq : batch.sequences()[row]) held[seq].remove({position, position + 1});
-  }
-  int64_t used = 0;
-  for (const auto& of_sequence : held) used += of_sequence.count();
+std::string Context::full_message(const Batch& batch, int64_t n_used) const {
   return "the context has room for " + std::to_string(n_ctx_seq()) + " tokens " +
-         (options_.kv_unified ? "" : "a sequence ") + "(n_ctx); its sequences hold " + std::to_string(used) +
-         " and the batch brings " + std::to_string(batch.size()) +
+         (options_.kv_unified ? "" : "a sequence ") + "(n_ctx); its sequences hold " +
+         std::to_string(n_used) + " and the batch brings " + std::to_string(batch.size()) +
          "; remove sequences or make a larger context";
 }
 
-void Context::note_held(const Batch& batch, const std::vector<int32_t>& given,
-                        const std::vector<std::vector<int32_t>>& ubatches) {
-  for (const int32_t row : given) {
-    const int64_t position = batch.positions()[row];
-    for (const int32_t seq : batch.sequences()[row]) held_[seq].add({position, position + 1});
-  }
+void Context::note_rewindable(const Batch& batch, const std::vector<int32_t>& given,
+                              const std::vector<std::vector<int32_t>>& ubatches) {
   for (const auto& ubatch : ubatches) {
     std::vector<int32_t> rows(options_.n_seq_max, 0);
     for (const int32_t index : ubatch) {
@@ -320,8 +317,6 @@ void Context::roll_back(const std::vector<int32_t>& sequences, const std::vector
     if (end == 0 || recurrent_ || !can_remove_suffix(sequences[i], end) ||
         !llama_memory_seq_rm(memory, sequences[i], end, -1)) {
       drop(sequences[i]);
-    } else {
-      held_[sequences[i]].remove({end, INT64_MAX});
     }
   }
 }
@@ -349,7 +344,7 @@ bool Context::on_node(ggml_tensor* node, bool ask, void* self) noexcept {
 
 bool Context::see_node(const ggml_tensor* node, bool ask) {
   if (ask) {
-    ++nodes_seen_;
+    nodes_seen_.store(nodes_seen() + 1, std::memory_order_relaxed);
     const Graph graph(internals::computed_graph(context_.get()));
     if (node == graph.node(0)) {
       AbortGuard::suspend();

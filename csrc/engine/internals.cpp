@@ -175,12 +175,6 @@ int32_t n_splits(const llama_context* context) {
   return ggml_backend_sched_get_n_splits(context->get_sched());
 }
 
-int32_t first_position(const llama_context* context, int32_t seq) {
-  const auto* memory = context->get_memory();
-  const auto* windows = dynamic_cast<const llama_kv_cache_iswa*>(memory);
-  return windows == nullptr ? memory->seq_pos_min(seq) : windows->get_base()->seq_pos_min(seq);
-}
-
 void apply_memory_updates(llama_context* context) { context->memory_update(/*optimize=*/false); }
 
 bool flash_attention(const llama_context* context) { return context->get_cparams().flash_attn; }

@@ -40,9 +40,6 @@ std::string rotation_problem(const llama_model* model);
 /// In how many parts, each on one back end, the scheduler computes the current graph.
 int32_t n_splits(const llama_context* context);
 
-/// The first position of a sequence in the layers that see everything, where there are such.
-int32_t first_position(const llama_context* context, int32_t seq);
-
 /// Carries out what memory operations have left to the next decode (moved positions, copied streams).
 void apply_memory_updates(llama_context* context);
 

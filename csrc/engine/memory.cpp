@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "engine/abort.hpp"
+#include "engine/cells.hpp"
 #include "engine/context.hpp"
 #include "engine/error.hpp"
 #include "engine/internals.hpp"
@@ -22,7 +23,7 @@ void check_range(int32_t p0, int32_t p1) {
 }
 
 /// Half-open ranges, where -1 stands for an open end.
-Positions::Range range_of(int32_t p0, int32_t p1) {
+PositionRange range_of(int32_t p0, int32_t p1) {
   return {std::max(p0, 0), p1 < 0 ? int64_t{INT32_MAX} : int64_t{p1}};
 }
 
@@ -35,15 +36,27 @@ void Context::check_sequence(int32_t seq) const {
   }
 }
 
-/// Whether [p0, end) can be taken from a sequence: sliding-window layers must still hold the window before
-/// p0.
+/// Whether [p0, end) can be taken from a sequence: sliding-window layers must still hold the window of what
+/// comes in its place.
 bool Context::can_remove_suffix(int32_t seq, int32_t p0) const {
-  const int32_t window = model_->n_swa();
-  if (window == 0 || p0 <= 0) return true;
+  const Cells cells(context_.get());
   // Also with swa_full: the engine lets other tokens have the places of those that no window reaches.
-  const int64_t first = held_[seq].empty() ? 0 : held_[seq].first();
-  const int32_t kept = llama_memory_seq_pos_min(llama_get_memory(context_.get()), seq);
-  return kept <= std::max<int64_t>(first, p0 - window);
+  if (!cells.dropped(seq)) return true;
+  auto left = cells.held(seq);
+  left.remove(range_of(p0, -1));
+  return left.reach_back(model_->n_swa());
+}
+
+Unsupported Context::windows_lost() const {
+  return Unsupported(
+      "the sliding-window layers of " + model_->arch() +
+      " no longer hold what the sequence's next token would see; remove the whole sequence, or "
+      "make the context with swa_full=True and, for several sequences, kv_unified=False");
+}
+
+/// To be called after the engine wrote into the cache. Where it gave up, cells may be free again already.
+void Context::note_written(bool completely) {
+  written_cells_ = completely ? std::max(written_cells_, cells_in_use(context_.get())) : kAllCells;
 }
 
 llama_memory_i* Context::engine_memory() const {
@@ -60,34 +73,44 @@ llama_memory_i* Context::own_memory() const {
 }
 
 bool Context::is_empty() const {
-  for (int32_t seq = 0; has_memory() && seq < static_cast<int32_t>(options_.n_seq_max); ++seq) {
-    if (llama_memory_seq_pos_max(llama_get_memory(context_.get()), seq) >= 0) return false;
+  if (!has_memory()) return true;
+  const Cells cells(context_.get());
+  for (int32_t seq = 0; seq < static_cast<int32_t>(options_.n_seq_max); ++seq) {
+    if (cells.last(seq) >= 0) return false;
   }
   return true;
 }
 
 void Context::drop(int32_t seq) {
   llama_memory_seq_rm(llama_get_memory(context_.get()), seq, -1, -1);
-  held_[seq] = {};
   rewindable_[seq] = 0;
-  if (std::all_of(held_.begin(), held_.end(), [](const Positions& held) { return held.empty(); })) {
-    // MTP blocks that are computed in turn keep theirs in the same places, and find them by position alone.
-    clear_memory(/*data=*/!options_.mtp);
-  }
+  // MTP blocks that are computed in turn keep theirs in the same places, and find them by position alone.
+  if (is_empty()) clear_memory(/*zero=*/!options_.mtp);
 }
 
 void Context::memory_clear() {
   const Use use = hold();
   if (!has_memory()) return;
   own_memory();
-  clear_memory(/*data=*/true);
+  written_cells_ = kAllCells;
+  clear_memory(/*zero=*/true);
 }
 
-void Context::clear_memory(bool data) {
-  // Some kernels multiply what is masked by 0 rather than leave it out, which NaN survives.
-  llama_memory_clear(llama_get_memory(context_.get()), data);
-  std::fill(held_.begin(), held_.end(), Positions());
+/// Some kernels multiply what is masked by 0 rather than leave it out, which NaN survives: with `zero`
+/// nothing is left of what was written. NaN need not show in any logits, so they are no reason not to.
+void Context::clear_memory(bool zero) {
   std::fill(rewindable_.begin(), rewindable_.end(), 0);
+  auto* memory = llama_get_memory(context_.get());
+  if (!zero) {
+    llama_memory_clear(memory, /*data=*/false);
+    return;
+  }
+  // Without flash attention each channel of the values is a row of its own: many small calls on a GPU.
+  const bool all = written_cells_ == kAllCells || (model_->on_gpu() && !flash_attention());
+  const int64_t zeroed = all ? -1 : zero_cells(context_.get(), written_cells_);
+  if (zeroed < 0) llama_memory_clear(memory, /*data=*/true);
+  zeroed_cells_ += zeroed < 0 ? int64_t{n_ctx()} : zeroed;
+  written_cells_ = 0;
 }
 
 void Context::memory_remove(int32_t seq, int32_t p0, int32_t p1) {
@@ -95,15 +118,17 @@ void Context::memory_remove(int32_t seq, int32_t p0, int32_t p1) {
   check_sequence(seq);
   check_range(p0, p1);
   auto* memory = own_memory();
-  auto& held = held_[seq];
+  const Cells cells(context_.get());
   const auto range = range_of(p0, p1);
-  if (!held.overlaps(range)) return;
-  if (range.begin <= held.first() && range.end > held.last()) {
+  if (!cells.any(seq, range)) return;
+  if (cells.within(seq, range)) {
     drop(seq);
     return;
   }
+  const int32_t last = cells.last(seq);
+  const bool is_suffix = range.end > last;
   // The engine keeps a state for each of the last n_rs_seq+1 tokens of one ubatch, for one way back.
-  const bool rewinds = range.end > held.last() && held.last() + 1 - range.begin <= rewindable_[seq];
+  const bool rewinds = is_suffix && last + 1 - range.begin <= rewindable_[seq];
   if (recurrent_ && !rewinds) {
     throw Unsupported("the memory of " + model_->arch() +
                       " cannot give up this part of a sequence; remove the whole of it" +
@@ -113,18 +138,12 @@ void Context::memory_remove(int32_t seq, int32_t p0, int32_t p1) {
                                  "once between two decodes)"
                            : ", or save it before and restore it"));
   }
-  if (range.begin <= held.last() && !can_remove_suffix(seq, p0)) {
-    throw Unsupported("the sliding-window layers of " + model_->arch() +
-                      " no longer hold what comes before position " + std::to_string(p0) +
-                      "; remove the whole sequence, or make the context with swa_full=True and, for several "
-                      "sequences, kv_unified=False");
-  }
+  if (is_suffix && !can_remove_suffix(seq, p0)) throw windows_lost();
   if (!llama_memory_seq_rm(memory, seq, p0, p1)) {
     throw Unsupported("the memory of " + model_->arch() +
                       " cannot give up a part of a sequence; remove the whole of it, or save it before and "
                       "restore it");
   }
-  held.remove(range);
   rewindable_[seq] = 0;
 }
 
@@ -134,24 +153,36 @@ void Context::memory_copy(int32_t from, int32_t to, int32_t p0, int32_t p1) {
   check_sequence(to);
   check_range(p0, p1);
   auto* memory = own_memory();
+  const Cells cells(context_.get());
   const auto range = range_of(p0, p1);
   if (from == to || range.begin == range.end) return;
-  const auto part = held_[from].within(range);
-  const bool whole = part.count() == held_[from].count();
+  const bool whole = cells.within(from, range);
   if (!whole && (!options_.kv_unified || recurrent_)) {
     throw Unsupported(
         "only a whole sequence can be copied in this context; a part needs kv_unified=True and a model "
         "without recurrent state");
   }
+  // The engine takes back tokens of a recurrent state in all sequences that share it, and copies it as it was
+  // before: with n_rs_seq each sequence has its own.
+  const bool own_state = recurrent_ && options_.n_rs_seq > 0;
+  const std::string state = own_state ? saved(from, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) : std::string();
   // Two entries of one sequence at one position would both be attended to.
   if (whole) {
     drop(to);
   } else {
+    if (cells.dropped(from) || cells.dropped(to)) {
+      auto after = cells.held(to);
+      after.remove(range);
+      after.add(cells.held(from), range);
+      if (!after.reach_back(model_->n_swa())) throw windows_lost();
+    }
     llama_memory_seq_rm(memory, to, p0, p1);
-    held_[to].remove(range);
   }
   llama_memory_seq_cp(memory, from, to, whole ? -1 : p0, whole ? -1 : p1);
-  for (const auto& copied : part.ranges()) held_[to].add(copied);
+  if (own_state && cells.last(from) >= 0 && !load(to, state, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)) {
+    drop(to);
+    throw EngineFailed("the engine could not copy the recurrent state of sequence " + std::to_string(from));
+  }
   internals::apply_memory_updates(context_.get());
 }
 
@@ -173,27 +204,40 @@ void Context::memory_shift(int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
   if (!llama_memory_can_shift(memory) || !internals::can_shift(context_.get())) {
     throw Unsupported("the memory of " + model_->arch() + " cannot move positions");
   }
-  auto& held = held_[seq];
-  const auto moved = held.within(range_of(p0, p1));
-  if (moved.empty() || delta == 0) return;
-  if (moved.first() + delta < 0 || moved.last() + delta >= model_->position_limit()) {
+  const Cells cells(context_.get());
+  const auto range = range_of(p0, p1);
+  if (!cells.any(seq, range) || delta == 0) return;
+  auto moved = cells.held(seq);
+  moved.remove({INT64_MIN, range.begin});
+  moved.remove({range.end, INT64_MAX});
+  const auto target = [&](int32_t position) { return int64_t{position} + delta; };
+  if (!moved.all.empty() &&
+      (target(moved.all.front()) < 0 || target(moved.all.back()) >= model_->position_limit())) {
     throw InvalidInput("moving by " + std::to_string(delta) + " puts positions outside of 0.." +
                        std::to_string(model_->position_limit() - 1));
   }
-  Positions after = held;
-  for (const auto& range : moved.ranges()) after.remove(range);
-  for (const auto& range : moved.ranges()) {
-    const Positions::Range target{range.begin + delta, range.end + delta};
-    if (after.overlaps(target)) {
-      throw InvalidInput("moving by " + std::to_string(delta) + " puts tokens on positions " +
-                         std::to_string(target.begin) + ".." + std::to_string(target.end - 1) +
-                         ", of which others hold some; remove those first");
-    }
+  // A cell has one position, whichever sequences it belongs to.
+  const auto sharers = cells.sharers(seq, range, static_cast<int32_t>(options_.n_seq_max));
+  if (recurrent_ && (!cells.within(seq, range) || sharers.size() > 1)) {
+    throw Unsupported(
+        "the memory of " + model_->arch() +
+        " can only move a whole sequence that shares nothing with others (by copy(), or batches "
+        "of several sequences)");
   }
-  for (const auto& range : moved.ranges()) after.add({range.begin + delta, range.end + delta});
+  for (const int32_t other : sharers) {
+    const auto after = cells.held_after(other, seq, range, delta);
+    const auto twice = std::adjacent_find(after.all.begin(), after.all.end());
+    if (twice != after.all.end()) {
+      throw InvalidInput("moving by " + std::to_string(delta) + " puts tokens of sequence " +
+                         std::to_string(other) + " on positions of which others hold some (" +
+                         std::to_string(*twice) +
+                         (other == seq ? "" : "; it shares tokens with sequence " + std::to_string(seq)) +
+                         "); remove those first");
+    }
+    if (!after.reach_back(model_->n_swa())) throw windows_lost();
+  }
   llama_memory_seq_add(memory, seq, p0, p1, delta);
-  held = after;
-  rewindable_[seq] = 0;
+  for (const int32_t other : sharers) rewindable_[other] = 0;
   // At once: an interrupted decode would leave the cache half moved.
   internals::apply_memory_updates(context_.get());
 }
@@ -214,54 +258,56 @@ std::string Context::save(int32_t seq) const {
   const Use use = hold();
   check_sequence(seq);
   own_memory();
-  std::string state(llama_state_seq_get_size(context_.get(), seq), '\0');
-  const size_t written =
-      llama_state_seq_get_data(context_.get(), reinterpret_cast<uint8_t*>(state.data()), state.size(), seq);
+  return saved(seq);
+}
+
+std::string Context::saved(int32_t seq, uint32_t flags) const {
+  std::string state(llama_state_seq_get_size_ext(context_.get(), seq, flags), '\0');
+  const size_t written = llama_state_seq_get_data_ext(
+      context_.get(), reinterpret_cast<uint8_t*>(state.data()), state.size(), seq, flags);
   if (written == 0) throw EngineFailed("the engine could not save sequence " + std::to_string(seq));
   state.resize(written);
   return state;
 }
 
+bool Context::load(int32_t seq, const std::string& state, uint32_t flags) {
+  return llama_state_seq_set_data_ext(context_.get(), reinterpret_cast<const uint8_t*>(state.data()),
+                                      state.size(), seq, flags) == state.size();
+}
+
 void Context::restore(int32_t seq, const std::string& state) {
-  // The engine drops a sequence that it fails to restore; ours comes back.
-  const bool held = memory_last(seq) >= 0;
-  const std::string before = held ? save(seq) : std::string();
   const Use use = hold();
+  check_sequence(seq);
   auto* memory = own_memory();
+  // The engine drops a sequence that it fails to restore; ours comes back.
+  const bool held = Cells(context_.get()).last(seq) >= 0;
+  const std::string before = held ? saved(seq) : std::string();
   std::string reason;
-  const auto load = [&](const std::string& bytes) {
+  const auto loads = [&](const std::string& bytes) {
     const LogScope log;
     try {
-      const auto* data = reinterpret_cast<const uint8_t*>(bytes.data());
-      if (guarded("the engine stopped", [&] {
-            return llama_state_seq_set_data(context_.get(), data, bytes.size(), seq) == bytes.size();
-          })) {
+      if (guarded("the engine stopped", [&] { return load(seq, bytes); })) {
+        note_written(/*completely=*/true);
         return true;
       }
       reason = log.text();
     } catch (const EngineFailed& error) {
       reason = error.what();
     }
+    note_written(/*completely=*/false);
+    llama_memory_seq_rm(memory, seq, -1, -1);
     return false;
   };
-  const auto found = [&] {
-    held_[seq] = {};
-    // Recurrent layers hold what all tokens came to; the engine calls that the last position.
-    const int32_t first = recurrent_ ? 0 : internals::first_position(context_.get(), seq);
-    held_[seq].add({first, int64_t{llama_memory_seq_pos_max(memory, seq)} + 1});
-    rewindable_[seq] = 0;
-  };
+  rewindable_[seq] = 0;
   // The state of an empty sequence would leave what is there.
   if (held) llama_memory_seq_rm(memory, seq, -1, -1);
-  if (load(state)) {
-    found();
-    return;
-  }
+  if (loads(state)) return;
   const std::string why = reason;
-  llama_memory_seq_rm(memory, seq, -1, -1);
-  if (held && !load(before)) llama_memory_seq_rm(memory, seq, -1, -1);
-  found();
-  throw InvalidInput("this state does not fit into this context: " + why);
+  const bool lost = held && !loads(before);
+  throw InvalidInput("this state does not fit into this context: " + why +
+                     (lost ? "; nor does what sequence " + std::to_string(seq) +
+                                 " held, now that it shares nothing with others: it is empty"
+                           : ""));
 }
 
 }  // namespace llamatap

@@ -58,6 +58,12 @@ Sampler::Sampler(std::shared_ptr<Model> model, const SamplerOptions& options)
   add(llama_sampler_init_dist(options.seed));
 }
 
+std::unique_lock<std::mutex> Sampler::hold() {
+  std::unique_lock<std::mutex> held(mutex_, std::try_to_lock);
+  if (!held) throw Busy("another thread is using this sampler; give each thread a sampler of its own");
+  return held;
+}
+
 std::vector<llama_token_data> Sampler::candidates(const float* logits, int32_t n_vocab) const {
   if (n_vocab != model_->vocab().size()) {
     throw InvalidInput("expected " + std::to_string(model_->vocab().size()) + " logits, found " +

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <random>
 #include <vector>
 
@@ -25,12 +26,15 @@ struct SamplerOptions {
 };
 
 /// The engine's sampler chain, in this order: penalties, top-k, top-p, min-p, temperature, draw. Holds
-/// the recent tokens (for the penalties) and the state of the random numbers.
+/// the recent tokens (for the penalties) and the state of the random numbers. One thread at a time: who calls
+/// it holds it.
 class Sampler {
  public:
   Sampler(std::shared_ptr<Model> model, const SamplerOptions& options);
 
   const SamplerOptions& options() const { return options_; }
+  /// Throws Busy when another thread holds it.
+  std::unique_lock<std::mutex> hold();
   /// Draws a token from `n_vocab` logits and takes note of it.
   int32_t sample(const float* logits, int32_t n_vocab);
   /// The probabilities that `sample` would draw from: 0 for what the chain rules out. With temperature 0, 1
@@ -54,6 +58,7 @@ class Sampler {
 
   std::shared_ptr<Model> model_;
   SamplerOptions options_;
+  std::mutex mutex_;
   std::mt19937 random_;
   std::unique_ptr<llama_sampler, Free> chain_;
 };

@@ -78,8 +78,8 @@ class Memory(NotCopied):
         self._changing.memory_clear()
 
     def remove(self, seq: int, p0: int | None = None, p1: int | None = None) -> None:
-        """Forget the positions ``[p0, p1)`` of a sequence. With the last sequence all of the cache is set to
-        zero; until then, NaN that one has left in it can reach others.
+        """Forget the positions ``[p0, p1)`` of a sequence. With the last sequence, all that was written into
+        the cache is set to zero; until then, NaN that one has left in it can reach others.
 
         :param p0: None for the beginning.
         :param p1: None for the end.
@@ -94,7 +94,8 @@ class Memory(NotCopied):
         of a whole sequence, in place of all that it has.
 
         :raises InvalidInputError: no such sequence id, or positions that are no range.
-        :raises UnsupportedError: a part of a sequence, where only a whole one can be copied.
+        :raises UnsupportedError: a part of a sequence, where only a whole one can be copied; or a part
+            without what its sliding windows reach back to.
         """
         self._changing.memory_copy(_sequence(source), _sequence(target), _position(p0), _position(p1))
 
@@ -109,8 +110,10 @@ class Memory(NotCopied):
         """Move the positions ``[p0, p1)`` of a sequence by ``delta``. What it shares with others
         (:meth:`copy`, batches of several sequences) moves in them too.
 
-        :raises InvalidInputError: no such sequence id, or positions that are no range.
-        :raises UnsupportedError: the model's positions cannot be moved.
+        :raises InvalidInputError: no such sequence id, or positions that are no range; or two tokens of a
+            sequence, of this one or of one that shares some, would come to one position.
+        :raises UnsupportedError: the model's positions cannot be moved; a recurrent model's only in whole
+            sequences that share nothing.
         """
         self._changing.memory_shift(_sequence(seq), _position(p0), _position(p1), integer("delta", delta))
 

@@ -32,7 +32,8 @@ class SamplerOptions(TypedDict, total=False):
 
 
 class Sampler(NotCopied):
-    """The engine's sampler chain: penalties, top-k, top-p, min-p, temperature, draw.
+    """The engine's sampler chain: penalties, top-k, top-p, min-p, temperature, draw. One thread at a time: a
+    second one gets BusyError.
 
     :param temperature: 0 takes the most likely token.
     :param top_k: keep the k most likely; 0 is off.
@@ -85,6 +86,7 @@ class Sampler(NotCopied):
         """Draw a token from the logits of an entry of the last batch, and take note of it.
 
         :raises InvalidInputError: as :meth:`sample_logits`, or there are no such logits.
+        :raises BusyError: another thread uses this sampler or the context.
         """
         instance("context", context, Context)
         return self._native.sample(context.native, integer("row", row))
@@ -94,6 +96,7 @@ class Sampler(NotCopied):
 
         :raises InvalidInputError: another length or dtype; NaN or infinity among them, or
             -infinity throughout; or they overflow when divided by the temperature.
+        :raises BusyError: another thread uses this sampler.
         """
         instance("logits", logits, np.ndarray)
         if logits.dtype != np.float32 or not logits.flags.c_contiguous:

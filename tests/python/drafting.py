@@ -258,16 +258,20 @@ def opened(
     n_ctx: int = 1024,
     draft_ctx: int = 0,
     n_ubatch: int = 128,
+    kv_unified: bool = True,
     **options: Any,
 ) -> Iterator[Loop]:
     """A loop of nothing yet.
 
     :param draft_ctx: n_ctx of the draft; 0 for the target's.
+    :param kv_unified: of the target; the draft's follows where it can.
     :param options: of the drafter.
     """
     with (
         lt.Model(pair.target, load_mtp=True) as model,
-        model.context(n_ctx=n_ctx, n_ubatch=n_ubatch, n_seq_max=n_seq_max, **EXACT) as context,
+        model.context(
+            n_ctx=n_ctx, n_ubatch=n_ubatch, n_seq_max=n_seq_max, kv_unified=kv_unified, **EXACT
+        ) as context,
         lt.SpeculativeContext(
             context,
             pair.draft or model,

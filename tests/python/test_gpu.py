@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 import pytest
 from conftest import random_tokens, relative
+from streams import check_streams
 from tiny import TinyLlama
 
 import llamatap as lt
@@ -102,6 +103,16 @@ def test_hooks_and_callback_give_the_same_bits(
     for layer in range(4):
         assert relative(found[1][:, layer], states[layer]) < BOUND
     assert relative(plain, logits[-1]) < BOUND
+
+
+@pytest.mark.parametrize("way", ["hooks", "callback", "automatic"])
+@pytest.mark.parametrize("in_turns", [False, True], ids=["one after the other", "in turns"])
+def test_rows_of_sequences_in_streams_of_their_own(
+    model: lt.Model, rng: np.random.Generator, way: Literal["hooks", "callback", "automatic"], in_turns: bool
+) -> None:
+    """The engine computes them in another order than they are given in."""
+    texts = [random_tokens(rng, model, n).tolist() for n in (45, 14)]
+    check_streams(model, texts, way, in_turns=in_turns, bound=BOUND)
 
 
 def test_embeddings_in_place_of_tokens(model: lt.Model, tiny: TinyLlama, rng: np.random.Generator) -> None:

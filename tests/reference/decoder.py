@@ -79,15 +79,20 @@ def activation(x: Array, gelu: bool) -> Array:
 
 
 def forward(
-    shape: Shape, weights: dict[str, NDArray[np.float32]], inputs: Array
+    shape: Shape,
+    weights: dict[str, NDArray[np.float32]],
+    inputs: Array,
+    positions: NDArray[np.int64] | None = None,
 ) -> tuple[Array, Array, Array]:
     """All states of one sequence.
 
     :param inputs: (tokens, width): what enters the first block.
+    :param positions: (tokens,), rising; None for 0, 1, 2 and so on.
     :returns: H_0..H_n as (n+1, tokens, width), norm(H_n) as (tokens, width), logits as (tokens, vocabulary).
     """
     w = {name: values.astype(np.float64) for name, values in weights.items()}
-    positions = np.arange(len(inputs))
+    if positions is None:
+        positions = np.arange(len(inputs))
     distance = positions[:, None] - positions[None, :]
     stream = inputs.astype(np.float64)
     states = [stream]

@@ -1,0 +1,233 @@
+// Reads the cells of the engine's caches. Beside internals.cpp the one file that includes its internal
+// headers.
+
+#include "engine/cells.hpp"
+
+#include <llama.h>
+
+#include <algorithm>
+#include <numeric>
+#include <typeinfo>
+
+#include "llama-context.h"
+#include "llama-kv-cache-dsa-iswa.h"
+#include "llama-kv-cache-dsa.h"
+#include "llama-kv-cache-dsv4.h"
+#include "llama-kv-cache-iswa.h"
+#include "llama-kv-cache-msa.h"
+#include "llama-kv-cache.h"
+#include "llama-memory-hybrid-iswa.h"
+#include "llama-memory-hybrid.h"
+#include "llama-memory-recurrent.h"
+#include "llama-memory.h"
+
+namespace {
+
+using Slots = llama_kv_cache::slot_info;
+
+// Sets cells to zero where they lie, whatever their layout. What is named in an explicit instantiation is
+// exempt from access checks.
+void zero(llama_kv_cache& cache, uint32_t stream, const Slots& slots);
+
+template <void (llama_kv_cache::*Member)(llama_seq_id, uint32_t, const Slots&)>
+struct ReachZero {
+  friend void zero(llama_kv_cache& cache, uint32_t stream, const Slots& slots) {
+    // It forgets a sequence as well: in a cache that is empty, any does.
+    (cache.*Member)(static_cast<llama_seq_id>(stream), stream, slots);
+  }
+};
+template struct ReachZero<&llama_kv_cache::state_clear>;
+
+struct Caches {
+  llama_kv_cache* all = nullptr;
+  llama_kv_cache* windows = nullptr;
+};
+
+Caches caches_of(llama_memory_i* memory) {
+  if (auto* both = dynamic_cast<llama_memory_hybrid*>(memory)) return {both->get_mem_attn(), nullptr};
+  if (auto* both = dynamic_cast<llama_memory_hybrid_iswa*>(memory)) memory = both->get_mem_attn();
+  if (auto* compressed = dynamic_cast<llama_kv_cache_dsv4*>(memory)) memory = compressed->get_raw();
+  if (auto* both = dynamic_cast<llama_kv_cache_iswa*>(memory)) return {both->get_base(), both->get_swa()};
+  if (auto* sparse = dynamic_cast<llama_kv_cache_dsa_iswa*>(memory)) {
+    return {sparse->get_dsa()->get_mla(), sparse->get_swa()};
+  }
+  if (auto* sparse = dynamic_cast<llama_kv_cache_dsa*>(memory)) return {sparse->get_mla(), nullptr};
+  if (auto* sparse = dynamic_cast<llama_kv_cache_msa*>(memory)) return {sparse->get_base(), nullptr};
+  return {dynamic_cast<llama_kv_cache*>(memory), nullptr};
+}
+
+llama_memory_recurrent* recurrent_of(llama_memory_i* memory) {
+  if (auto* both = dynamic_cast<llama_memory_hybrid*>(memory)) return both->get_mem_recr();
+  if (auto* both = dynamic_cast<llama_memory_hybrid_iswa*>(memory)) return both->get_mem_recr();
+  return dynamic_cast<llama_memory_recurrent*>(memory);
+}
+
+std::vector<int32_t> positions(const llama_kv_cache& cache, int32_t seq) {
+  std::vector<int32_t> found;
+  for (const auto& [position, cell] : cache.get_cells(seq).seq_pos_get(seq)) found.push_back(position);
+  return found;
+}
+
+std::vector<int32_t> positions_after(const llama_kv_cache& cache, int32_t other, int32_t seq,
+                                     llamatap::PositionRange range, int32_t delta) {
+  const auto& cells = cache.get_cells(other);
+  // In caches of their own no cell is of both.
+  std::vector<int32_t> found;
+  for (const auto& [position, cell] : cells.seq_pos_get(other)) {
+    const bool moves = cells.seq_has(cell, seq) && range.contains(position);
+    found.push_back(moves ? position + delta : position);
+  }
+  std::sort(found.begin(), found.end());
+  return found;
+}
+
+}  // namespace
+
+namespace llamatap {
+
+void HeldPositions::remove(PositionRange range) {
+  for (auto* of_layers : {&all, &windows}) {
+    of_layers->erase(std::remove_if(of_layers->begin(), of_layers->end(),
+                                    [&](int32_t position) { return range.contains(position); }),
+                     of_layers->end());
+  }
+}
+
+void HeldPositions::add(const HeldPositions& others, PositionRange range) {
+  const auto merge = [&](std::vector<int32_t>& ours, const std::vector<int32_t>& theirs) {
+    std::copy_if(theirs.begin(), theirs.end(), std::back_inserter(ours),
+                 [&](int32_t position) { return range.contains(position); });
+    std::sort(ours.begin(), ours.end());
+  };
+  merge(all, others.all);
+  merge(windows, others.windows);
+}
+
+bool HeldPositions::reach_back(int32_t window) const {
+  if (windows.size() > all.size()) return false;
+  const auto n_dropped = static_cast<std::ptrdiff_t>(all.size() - windows.size());
+  // Only what comes before all others may be missing.
+  if (!std::equal(windows.begin(), windows.end(), all.begin() + n_dropped)) return false;
+  return n_dropped == 0 || int64_t{all[n_dropped - 1]} < int64_t{all.back()} + 1 - window;
+}
+
+Cells::Cells(const llama_context* context) : memory_(context->get_memory()) {
+  // Only read; the engine's getters are not const.
+  auto* memory = const_cast<llama_memory_i*>(memory_);
+  const auto caches = caches_of(memory);
+  all_ = caches.all;
+  windows_ = caches.windows;
+  recurrent_ = recurrent_of(memory);
+}
+
+int32_t Cells::first(int32_t seq) const {
+  if (all_ != nullptr) return all_->get_cells(seq).seq_pos_min(seq);
+  // The state has seen everything from the start.
+  return std::min(last(seq), 0);
+}
+
+int32_t Cells::last(int32_t seq) const {
+  return all_ != nullptr ? all_->get_cells(seq).seq_pos_max(seq) : memory_->seq_pos_max(seq);
+}
+
+bool Cells::any(int32_t seq, PositionRange range) const {
+  if (all_ == nullptr) return range.begin < range.end && range.begin <= last(seq);
+  const auto& of_seq = all_->get_cells(seq).seq_pos_get(seq);
+  if (range.begin > INT32_MAX) return false;
+  const auto found = of_seq.lower_bound({static_cast<llama_pos>(range.begin), 0});
+  return found != of_seq.end() && found->first < range.end;
+}
+
+bool Cells::dropped(int32_t seq) const {
+  return windows_ != nullptr &&
+         windows_->get_cells(seq).seq_pos_get(seq).size() != all_->get_cells(seq).seq_pos_get(seq).size();
+}
+
+HeldPositions Cells::held(int32_t seq) const { return held_after(seq, seq, {0, 0}, 0); }
+
+HeldPositions Cells::held_after(int32_t other, int32_t seq, PositionRange range, int32_t delta) const {
+  HeldPositions found;
+  if (all_ == nullptr) {
+    const int32_t position = last(other);
+    if (position >= 0) found.all = {range.contains(position) ? position + delta : position};
+  } else {
+    found.all = positions_after(*all_, other, seq, range, delta);
+  }
+  found.windows = windows_ == nullptr ? found.all : positions_after(*windows_, other, seq, range, delta);
+  return found;
+}
+
+std::vector<int32_t> Cells::sharers(int32_t seq, PositionRange range, int32_t n_seq_max) const {
+  std::vector<bool> found(static_cast<size_t>(n_seq_max), false);
+  if (last(seq) >= 0) found[seq] = true;
+  for (const auto* cache : {all_, windows_}) {
+    if (cache == nullptr) continue;
+    const auto& cells = cache->get_cells(seq);
+    for (const auto& [position, cell] : cells.seq_pos_get(seq)) {
+      if (!range.contains(position) || cells.seq_count(cell) == 1) continue;
+      for (int32_t other = 0; other < n_seq_max; ++other) {
+        if (cells.seq_has(cell, other)) found[other] = true;
+      }
+    }
+  }
+  if (recurrent_ != nullptr) {
+    for (const auto& state : recurrent_->cells) {
+      if (!state.has_seq_id(seq)) continue;
+      for (const int32_t other : state.seq_id) found[other] = true;
+    }
+  }
+  std::vector<int32_t> sequences;
+  for (int32_t other = 0; other < n_seq_max; ++other) {
+    if (found[other]) sequences.push_back(other);
+  }
+  return sequences;
+}
+
+int64_t Cells::used() const {
+  if (all_ == nullptr) return 0;
+  int64_t total = 0;
+  for (uint32_t stream = 0; stream < all_->get_n_stream(); ++stream) {
+    total += all_->get_cells(static_cast<llama_seq_id>(stream)).get_used();
+  }
+  return total;
+}
+
+uint32_t cells_in_use(llama_context* context) {
+  const auto caches = caches_of(context->get_memory());
+  uint32_t highest = 0;
+  for (const auto* cache : {caches.all, caches.windows}) {
+    for (uint32_t stream = 0; cache != nullptr && stream < cache->get_n_stream(); ++stream) {
+      highest = std::max(highest, cache->get_cells(static_cast<llama_seq_id>(stream)).used_max_p1());
+    }
+  }
+  return highest;
+}
+
+int64_t zero_cells(llama_context* context, uint32_t n) {
+  auto* memory = context->get_memory();
+  const auto& kind = typeid(*memory);
+  // Others have keys of indexes or compressed states besides.
+  const bool known = kind == typeid(llama_kv_cache) || kind == typeid(llama_kv_cache_iswa) ||
+                     kind == typeid(llama_memory_hybrid) || kind == typeid(llama_memory_hybrid_iswa);
+  if (!known) return -1;
+  memory->clear(/*data=*/false);
+  if (auto* recurrent = recurrent_of(memory)) recurrent->clear(/*data=*/true);
+  const auto caches = caches_of(memory);
+  int64_t total = 0;
+  for (auto* cache : {caches.all, caches.windows}) {
+    for (uint32_t stream = 0; cache != nullptr && stream < cache->get_n_stream(); ++stream) {
+      const uint32_t count = std::min(n, cache->get_size());
+      Slots slots;
+      slots.s0 = slots.s1 = stream;
+      slots.resize(1);
+      slots.strm[0] = stream;
+      slots.idxs[0].resize(count);
+      std::iota(slots.idxs[0].begin(), slots.idxs[0].end(), 0U);
+      zero(*cache, stream, slots);
+      total += count;
+    }
+  }
+  return total;
+}
+
+}  // namespace llamatap
