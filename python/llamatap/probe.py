@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from llamatap._check import integer
 from llamatap.errors import Error, InvalidInputError
 
 __all__ = ["LayerProbe", "Probe", "probe"]
@@ -18,7 +19,7 @@ _CHILD = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from llamatap.probe import _child
-_child(sys.argv[2])
+_child(sys.argv[2], json.loads(sys.argv[3]))
 """
 
 
@@ -74,14 +75,15 @@ class Probe:
         return facts
 
 
-def probe(path: str | os.PathLike[str], *, timeout: float = 600.0) -> Probe:
+def probe(path: str | os.PathLike[str], *, timeout: float = 600.0, n_threads: int | None = None) -> Probe:
     """Try a GGUF file without risk: it is loaded, and computed with, in a child process.
 
     The engine trusts its files: a broken one can end the process that loads it, checks or not. Here that
     is the child, and the result says so.
 
     :param timeout: seconds until the child is given up.
-    :raises InvalidInputError: ``timeout`` is not above 0.
+    :param n_threads: of the engine; None for the number of physical cores.
+    :raises InvalidInputError: ``timeout`` is not above 0, or ``n_threads`` is no number of threads.
     """
     # Importing them takes a while, and llamatap is imported more often than it probes.
     import signal
@@ -89,8 +91,9 @@ def probe(path: str | os.PathLike[str], *, timeout: float = 600.0) -> Probe:
 
     if not timeout > 0:
         raise InvalidInputError(f"timeout must be above 0 seconds, not {timeout}")
+    threads = None if n_threads is None else integer("n_threads", n_threads, 1)
     path = Path(path).absolute()
-    command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), os.fspath(path)]
+    command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), os.fspath(path), json.dumps(threads)]
     try:
         child = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=timeout)
         output, words, status = child.stdout, child.stderr, child.returncode
@@ -109,7 +112,7 @@ def probe(path: str | os.PathLike[str], *, timeout: float = 600.0) -> Probe:
     return Probe(path, **facts)
 
 
-def _child(path: str) -> None:
+def _child(path: str, n_threads: int | None) -> None:
     """Print what is found as it is found, one JSON object a line: the next step may be the last."""
     # A crash must not leave a file of the model's size behind.
     try:
@@ -119,7 +122,7 @@ def _child(path: str) -> None:
     except (ImportError, ValueError):
         pass
     try:
-        _find_out(Path(path))
+        _find_out(Path(path), n_threads)
     except (Error, MemoryError) as error:
         _say(error=str(error) or type(error).__name__)
 
@@ -128,7 +131,7 @@ def _say(**facts: Any) -> None:
     print(json.dumps(facts), flush=True)
 
 
-def _find_out(path: Path) -> None:
+def _find_out(path: Path, n_threads: int | None) -> None:
     import numpy as np
 
     from llamatap.extract import Extractor
@@ -155,7 +158,7 @@ def _find_out(path: Path) -> None:
             layers.append("norm")
         nodes = [name for name, _ in model.layer_map.nodes[: len(layers)]]
         tokens = np.linspace(0, model.n_vocab - 1, _TOKENS).astype(np.int32)
-        with Extractor(model) as extractor:
+        with Extractor(model, n_threads=n_threads) as extractor:
             found = extractor(tokens, layers).array.astype(np.float64)
         rms = np.sqrt(np.mean(found**2, axis=(0, 2)))
         rms[~np.isfinite(rms)] = np.nan

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 from llamatap._check import integer
 from llamatap.context import ContextOptions
@@ -90,6 +91,8 @@ class ServerOptions:
     :ivar max_inputs: prompts of one request.
     :ivar verifier: where completions leave files of states; None: they leave none.
     :ivar presets: TOML files of further presets.
+    :ivar cors: origins ("https://example.org") whose pages may read from this server in a browser, or "*" for
+        all; none unless they are given.
     """
 
     api_key: str | None = None
@@ -102,6 +105,7 @@ class ServerOptions:
     max_inputs: int = 256
     verifier: VerifierOptions | None = None
     presets: tuple[Path, ...] = ()
+    cors: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -111,3 +115,32 @@ class ServerOptions:
             raise InvalidInputError(
                 "an API key is of printable ASCII characters without blanks, one at least"
             )
+        object.__setattr__(self, "cors", tuple(map(_origin, self.cors)))
+
+
+# What browsers leave out.
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+def _origin(given: str) -> str:
+    """An origin as browsers write it.
+
+    :raises InvalidInputError: it is none.
+    """
+    if given == "*":
+        return given
+    try:
+        found = urlsplit(given)
+        port = found.port
+    except ValueError:
+        found, port = urlsplit(""), None
+    host = found.netloc.rpartition("@")[2]
+    if not (found.scheme and host) or found.path not in ("", "/") or found.netloc != host:
+        raise InvalidInputError(
+            f"an origin is SCHEME://HOST or SCHEME://HOST:PORT, as https://example.org, or *; found {given!r}"
+        )
+    if found.query or found.fragment or not given.isascii() or any(one.isspace() for one in given):
+        raise InvalidInputError(f"an origin has no query, blanks or letters beyond ASCII; found {given!r}")
+    if port is not None and port == _DEFAULT_PORTS.get(found.scheme):
+        host = host.rpartition(":")[0]
+    return f"{found.scheme}://{host}".lower()
