@@ -91,7 +91,7 @@ def probe(path: str | os.PathLike[str], *, timeout: float = 600.0, n_threads: in
 
     if not timeout > 0:
         raise InvalidInputError(f"timeout must be above 0 seconds, not {timeout}")
-    threads = None if n_threads is None else integer("n_threads", n_threads, 1)
+    threads = None if n_threads is None else integer("n_threads", n_threads, 1, 512)
     path = Path(path).absolute()
     command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), os.fspath(path), json.dumps(threads)]
     try:

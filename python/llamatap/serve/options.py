@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
-from urllib.parse import urlsplit
 
 from llamatap._check import integer
 from llamatap.context import ContextOptions
@@ -118,29 +117,25 @@ class ServerOptions:
         object.__setattr__(self, "cors", tuple(map(_origin, self.cors)))
 
 
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?/?")
+
 # What browsers leave out.
-_DEFAULT_PORTS = {"http": 80, "https": 443}
+_DEFAULT_PORTS = {"http": "80", "https": "443"}
 
 
 def _origin(given: str) -> str:
-    """An origin as browsers write it.
+    """An origin as browsers write it; others would never match.
 
     :raises InvalidInputError: it is none.
     """
     if given == "*":
         return given
-    try:
-        found = urlsplit(given)
-        port = found.port
-    except ValueError:
-        found, port = urlsplit(""), None
-    host = found.netloc.rpartition("@")[2]
-    if not (found.scheme and host) or found.path not in ("", "/") or found.netloc != host:
+    found = _ORIGIN.fullmatch(given.lower())
+    if found is None:
         raise InvalidInputError(
-            f"an origin is SCHEME://HOST or SCHEME://HOST:PORT, as https://example.org, or *; found {given!r}"
+            "an origin is SCHEME://HOST or SCHEME://HOST:PORT, such as https://example.org, without a path "
+            f"or a pattern; or * for all; found {given!r}"
         )
-    if found.query or found.fragment or not given.isascii() or any(one.isspace() for one in given):
-        raise InvalidInputError(f"an origin has no query, blanks or letters beyond ASCII; found {given!r}")
-    if port is not None and port == _DEFAULT_PORTS.get(found.scheme):
-        host = host.rpartition(":")[0]
-    return f"{found.scheme}://{host}".lower()
+    scheme, host, port = found.groups()
+    end = "" if port in (None, _DEFAULT_PORTS.get(scheme)) else f":{port}"
+    return f"{scheme}://{host}{end}"
