@@ -181,8 +181,8 @@ class Prompt:
             self._text_states(context, self.rows, tokens[: len(self.rows)]),
             prompt_states,
             self.logprobs if self.options.logprobs is not None else None,
-            self._all_prompt_logprobs(),
             self.stats,
+            self._all_prompt_logprobs(),
         )
 
     def _all_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
@@ -197,7 +197,7 @@ class Prompt:
         if done and self.n_given == known:
             final = self._generation(context)
             first = self._all_prompt_logprobs() if known == 0 else None
-            yield Event(self.index, -1, self.pieces[-1], None, None, first, final, self.cancelled.set)
+            yield Event(self.index, -1, self.pieces[-1], None, None, final, self.cancelled.set, first)
         while self.n_given < known:
             i = self.n_given
             self.n_given += 1
@@ -213,7 +213,7 @@ class Prompt:
                 self.pieces[i],
                 states,
                 self.logprobs[i] if self.options.logprobs is not None else None,
-                self._all_prompt_logprobs() if i == 0 else None,
                 self._generation(context) if last else None,
                 self.cancelled.set,
+                self._all_prompt_logprobs() if i == 0 else None,
             )

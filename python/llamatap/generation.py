@@ -110,9 +110,9 @@ class Generation:
     :ivar prompt_states: where asked for: the target's states of the prompt's tokens, one row each; of a
         prompt that was cancelled before all of it was computed, of those that were.
     :ivar logprobs: where asked for, one for each token.
+    :ivar stats: how it came about.
     :ivar prompt_logprobs: where asked for, one for each token of the prompt: None for the first one, which
         follows nothing; of a prompt that was cancelled before all of it was computed, of those that were.
-    :ivar stats: how it came about.
     """
 
     index: int
@@ -123,8 +123,8 @@ class Generation:
     states: States | None
     prompt_states: States | None
     logprobs: list[TokenLogprobs] | None
-    prompt_logprobs: list[TokenLogprobs | None] | None
     stats: Stats
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 def whole_states(
@@ -164,8 +164,8 @@ class Event:
     :ivar states: the target's states of the token, one row, where asked for (with ``"last"``, of the last
         token alone). They are computed a round after the token, and the event waits for them.
     :ivar logprobs: where asked for.
-    :ivar prompt_logprobs: in a prompt's first event, where asked for: as of :class:`Generation`.
     :ivar final: of a prompt's last event: all of its generation.
+    :ivar prompt_logprobs: in a prompt's first event, where asked for: as of :class:`Generation`.
     """
 
     index: int
@@ -173,9 +173,9 @@ class Event:
     text: str
     states: States | None
     logprobs: TokenLogprobs | None
-    prompt_logprobs: list[TokenLogprobs | None] | None
     final: Generation | None
     _cancel: Callable[[], None] = field(repr=False)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     def cancel(self) -> None:
         """End this prompt's generation: what its last round gave still comes, and then an event with

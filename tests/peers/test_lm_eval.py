@@ -75,7 +75,7 @@ def model() -> Iterator[lt.Model]:
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tasks")
-    rows = {
+    rows: dict[str, list[dict[str, Any]]] = {
         "choices": [{"question": one, "choices": all_, "answer": right} for one, all_, right in QUESTIONS],
         "texts": [{"text": text} for text in TEXTS],
     }
@@ -91,21 +91,10 @@ def evaluated(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The harness's results, and its samples by task and number."""
     arguments = {"model": "smollm2", "base_url": f"{url}/v1/completions", "max_length": 512, **options}
-    command = [
-        *(HARNESS, "-m", "lm_eval", "--model", "local-completions"),
-        *("--model_args", ",".join(f"{key}={value}" for key, value in arguments.items())),
-        *(
-            "--batch_size",
-            str(batch_size),
-            "--include_path",
-            tasks,
-            "--tasks",
-            "choices,texts",
-            "--log_samples",
-            "--output_path",
-            folder,
-        ),
-    ]
+    model_args = ",".join(f"{key}={value}" for key, value in arguments.items())
+    command: list[str | Path] = [HARNESS, "-m", "lm_eval", "--model", "local-completions"]
+    command += ["--model_args", model_args, "--batch_size", str(batch_size)]
+    command += ["--include_path", tasks, "--tasks", "choices,texts", "--log_samples", "--output_path", folder]
     offline = {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=900, env=os.environ | offline

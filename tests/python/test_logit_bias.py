@@ -106,7 +106,7 @@ def test_wrong_values(bias: Any, words: str, tiny_model: lt.Model) -> None:
 
 
 def test_later_changes_of_the_mapping_change_nothing(tiny_model: lt.Model) -> None:
-    bias = {np.int64(5): np.float32(30)}
+    bias: Any = {np.int64(5): np.float32(30)}
     options: dict[str, Any] = {"max_tokens": 5, "ignore_eos": True}
     with tiny_model.context(n_ctx=256, **EXACT) as context:
         found = lt.generate(context, [5, 6], logit_bias=bias, **options)
@@ -179,7 +179,7 @@ def test_texts_with_drafts_and_without(sampling: str, tiny_model: lt.Model) -> N
 
 def test_each_prompt_of_a_session_has_its_own(tiny_model: lt.Model) -> None:
     wanted: Iterable[dict[int, float] | None] = ({5: 30.0}, None, {6: 30.0}, {})
-    done = {}
+    done: dict[int, lt.Generation] = {}
     with tiny_model.context(n_ctx=512, n_seq_max=4, **EXACT) as context, lt.Session(context) as session:
         for bias in wanted:
             session.add([5, 6, 7], logit_bias=bias, max_tokens=6, ignore_eos=True)

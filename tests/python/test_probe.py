@@ -69,7 +69,12 @@ def test_threads_reach_the_child(tiny_path: Path, monkeypatch: pytest.MonkeyPatc
     for n_threads in (1, None):
         assert lt.probe(tiny_path, n_threads=n_threads).states
     found: list[int | None] = []
-    monkeypatch.setattr("llamatap.context.thread_count", lambda given: found.append(given) or 1)
+
+    def counting(given: int | None) -> int:
+        found.append(given)
+        return 1
+
+    monkeypatch.setattr("llamatap.context.thread_count", counting)
     for command in commands:
         monkeypatch.setattr(sys, "argv", ["-c", *command[3:]])
         exec(command[2])

@@ -230,7 +230,7 @@ def test_no_text(tiny_model: lt.Model, prompts: list[list[int]], expected: list[
         assert len(event.final.states) == 0
     for wrong in ({}, {"logprobs": 3}, {"states": "last"}):
         with pytest.raises(lt.InvalidInputError, match=r"max_tokens must be in 1\.\."):
-            lt.generate(tiny_model, "a", max_tokens=0, **wrong)  # type: ignore[call-overload]
+            lt.generate(tiny_model, "a", max_tokens=0, **wrong)
 
 
 def test_of_a_model(tiny_model: lt.Model, prompts: list[list[int]], expected: list[Rows]) -> None:

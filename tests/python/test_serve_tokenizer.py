@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import EXACT
 from serving import Running, running, tiny_options
 
 import llamatap as lt
-from llamatap.serve import ModelOptions, ServerOptions
+from llamatap.serve import ServerOptions
 
 TEXT = "<|im_start|>user\nCafé déjà vu — 123 😊<|im_end|>\n"
 
 
 @pytest.fixture(scope="module")
 def server(tiny_path: Path, smollm2_path: Path) -> Iterator[Running]:
-    smollm2 = ModelOptions(name="smollm2", path=smollm2_path, context=EXACT.copy(), n_ctx=512, parallel=2)
+    smollm2 = tiny_options(smollm2_path, name="smollm2", n_ctx=512, parallel=2)
     with running([tiny_options(tiny_path), smollm2]) as found:
         yield found
 
