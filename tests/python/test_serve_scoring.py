@@ -165,6 +165,17 @@ def test_prompt_logprobs_of_completions(server: Running, tiny_model: lt.Model) -
     (choice,) = answer["choices"]
     check_vllm(tiny_model, choice["prompt_logprobs"], prompts[0], 4)
     assert {len(one) for one in choice["logprobs"]["top_logprobs"][1:]} <= {1, 2}
+    answer = server.post(
+        "/v1/completions",
+        model="tiny",
+        prompt=prompts[0],
+        max_tokens=1,
+        prompt_logprobs=1,
+        echo=True,
+        logprobs=4,
+    )
+    check_vllm(tiny_model, answer["choices"][0]["prompt_logprobs"], prompts[0], 1)
+    assert {len(one) for one in answer["choices"][0]["logprobs"]["top_logprobs"][1:]} <= {4, 5}
     assert choice["text"] == "<s>" + PROMPT
     answer = server.post("/v1/completions", model="tiny", prompt=prompts[0], max_tokens=0, prompt_logprobs=0)
     assert answer["choices"][0]["text"] == ""
@@ -337,7 +348,7 @@ class Odd:
         # Tokens that cross characters, and a character of three tokens.
         ((b"<s>", b"a\xc3", b"\xa9b", b"\xe2", b"\x82", b"\xac", b"!"), "aéb€!", [0, 0, 1, 3, 3, 3, 4]),
         # A tokenizer that changes texts: never beyond the text.
-        ((b"<s>", b"abc", b"def", b"ghi"), "ABCDE", [0, 3, 5, 5]),
+        ((b"<s>", b"abc", b"def", b"ghi"), "ABCDE", [0, 0, 3, 5]),
     ],
 )
 def test_offsets_with_odd_tokenizers(pieces: tuple[bytes, ...], text: str, offsets: list[int]) -> None:

@@ -25,9 +25,11 @@ def offsets_in(model: Model, given: str | Sequence[int], tokens: Sequence[int]) 
     if isinstance(given, str):
         text = given.encode()
         joined = b"".join(pieces)
-        own_bos = len(tokens) > 0 and tokens[0] == model.bos_token and not text.startswith(pieces[0])
+        added = len(tokens) > 0 and tokens[0] == model.bos_token and not text.startswith(pieces[0])
+        begin = len(pieces[0]) if added else 0
+        found = joined.find(text, begin)
         # A tokenizer that changes texts gives places that are about right.
-        skip = max(joined.find(text, len(pieces[0]) if own_bos else 0), 0)
+        skip = begin if found < 0 else found
         left = len(text)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     offsets, n_characters = [], 0
