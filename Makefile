@@ -1,6 +1,7 @@
 # make demo    shows what the project does, on a fresh machine
 # make test    runs the tests, on a fresh machine
-# make test-peers  tests with libraries that want environments of their own: speculators, SpecForge
+# make test-peers  tests with libraries that want environments of their own: speculators, SpecForge, lm-eval
+# make test-lm-eval  lm-eval alone, scoring a model through the server
 # make test-ray  data sets by workers of Ray (installs Ray)
 # make test-page  runs the tests of the server's page in a browser
 # make lint    ruff, mypy, clang-format, stubs
@@ -27,7 +28,7 @@ export LLAMATAP_CACHE ?= $(abspath $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamat
 export CCACHE_BASEDIR ?= /
 export CCACHE_NOHASHDIR ?= true
 
-.PHONY: demo test test-peers test-ray test-page architectures lint format stubs bench bench-drafting bench-server dev package golden fidelity bench-transformers neighbours debug sanitize clean
+.PHONY: demo test test-peers test-lm-eval test-ray test-page architectures lint format stubs bench bench-drafting bench-server dev package golden fidelity bench-transformers neighbours debug sanitize clean
 
 # Debian keeps venv and the headers in packages of their own.
 define HAVE_PYTHON
@@ -90,8 +91,18 @@ test: $(VENV)/.installed $(ARCHS)
 	.venv-specforge/bin/python -m pip install --quiet --no-deps specforge==0.2.0
 	touch $@
 
-test-peers: $(VENV)/.installed .venv-speculators/.installed .venv-specforge/.installed
+# The harness that scores models, through their log-likelihoods from the server.
+.venv-lm-eval/.installed: | python
+	$(PYTHON) -m venv .venv-lm-eval
+	.venv-lm-eval/bin/python -m pip install --quiet "lm-eval[api]==0.4.13"
+	touch $@
+
+test-peers: $(VENV)/.installed .venv-speculators/.installed .venv-specforge/.installed .venv-lm-eval/.installed
 	$(BIN)/python -m pytest tests/peers tests/python/test_peer_datasets.py
+
+# The harness alone, which needs no PyTorch.
+test-lm-eval: $(VENV)/.installed .venv-lm-eval/.installed
+	$(BIN)/python -m pytest tests/peers/test_lm_eval.py
 
 # Co-training with PyTorch, beside the code of a trainer: `make test-train TORCH=...` chooses its torch.
 .venv-train/.installed: | python

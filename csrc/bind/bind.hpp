@@ -28,6 +28,7 @@ void register_context(py::module_& module);
 void register_capture(py::module_& module);
 void register_sampler(py::module_& module);
 void register_draft(py::module_& module);
+void register_logprobs(py::module_& module);
 
 /// Releases the GIL while it lives. A thread that comes back when the interpreter is going down waits here
 /// for the end of the process: before Python 3.14, taking the GIL then would end the thread by unwinding it,

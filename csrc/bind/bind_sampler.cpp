@@ -11,14 +11,15 @@ void register_sampler(py::module_& module) {
   sampler
       .def(py::init([](const std::shared_ptr<Model>& model, float temperature, int32_t top_k, float top_p,
                        float min_p, float repeat_penalty, float frequency_penalty, float presence_penalty,
-                       int32_t penalty_last_n, uint32_t seed) {
+                       int32_t penalty_last_n, uint32_t seed,
+                       const std::vector<std::pair<int32_t, float>>& logit_bias) {
              return std::make_unique<Sampler>(
                  model, SamplerOptions{temperature, top_k, top_p, min_p, repeat_penalty, frequency_penalty,
-                                       presence_penalty, penalty_last_n, seed});
+                                       presence_penalty, penalty_last_n, seed, logit_bias});
            }),
            py::arg("model"), py::kw_only(), py::arg("temperature"), py::arg("top_k"), py::arg("top_p"),
            py::arg("min_p"), py::arg("repeat_penalty"), py::arg("frequency_penalty"),
-           py::arg("presence_penalty"), py::arg("penalty_last_n"), py::arg("seed"))
+           py::arg("presence_penalty"), py::arg("penalty_last_n"), py::arg("seed"), py::arg("logit_bias"))
       .def(
           "sample",
           [](Sampler& sampler, const Context& context, int32_t row) {

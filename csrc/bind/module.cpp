@@ -16,4 +16,5 @@ PYBIND11_MODULE(_core, module) {
   register_context(module);
   register_sampler(module);
   register_draft(module);
+  register_logprobs(module);
 }

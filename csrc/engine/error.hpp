@@ -23,6 +23,11 @@ struct InvalidInput : Error {
   explicit InvalidInput(const std::string& message) : Error("InvalidInputError", message) {}
 };
 
+/// The model computed NaN or infinity.
+struct NotFinite : Error {
+  explicit NotFinite(const std::string& message) : Error("NotFiniteError", message) {}
+};
+
 /// The model, the build or the engine cannot do this.
 struct Unsupported : Error {
   explicit Unsupported(const std::string& message) : Error("UnsupportedError", message) {}

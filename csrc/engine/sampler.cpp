@@ -38,6 +38,7 @@ Sampler::Sampler(std::shared_ptr<Model> model, const SamplerOptions& options)
   require(std::isfinite(options.presence_penalty), "presence_penalty must be finite");
   require(options.penalty_last_n >= 0 && options.penalty_last_n <= kMostRecent,
           "penalty_last_n must be in 0..1048576 (0: no penalties)");
+  check_bias();
 
   seed_draws();
   const auto add = [&](llama_sampler* sampler) { llama_sampler_chain_add(chain_.get(), sampler); };
@@ -64,20 +65,34 @@ std::unique_lock<std::mutex> Sampler::hold() {
   return held;
 }
 
+void Sampler::check_bias() const {
+  int32_t n_left = model_->vocab().size();
+  for (const auto& [token, bias] : options_.logit_bias) {
+    model_->vocab().check(token);
+    if (std::isnan(bias) || (std::isinf(bias) && bias > 0)) {
+      throw InvalidInput("the logit_bias of token " + std::to_string(token) +
+                         " must be finite, or -infinity, which rules it out");
+    }
+    if (std::isinf(bias)) --n_left;
+  }
+  require(n_left > 0, "logit_bias rules all tokens out");
+}
+
 std::vector<llama_token_data> Sampler::candidates(const float* logits, int32_t n_vocab) const {
   if (n_vocab != model_->vocab().size()) {
     throw InvalidInput("expected " + std::to_string(model_->vocab().size()) + " logits, found " +
                        std::to_string(n_vocab));
   }
   std::vector<llama_token_data> result(static_cast<size_t>(n_vocab));
+  for (int32_t token = 0; token < n_vocab; ++token) result[token] = {token, logits[token], 0.0F};
+  for (const auto& [token, bias] : options_.logit_bias) result[token].logit += bias;
   float largest = -1;  // of the absolute values; -infinity rules a token out
   for (int32_t token = 0; token < n_vocab; ++token) {
-    const float logit = logits[token];
+    const float logit = result[token].logit;
     if (std::isnan(logit) || (std::isinf(logit) && logit > 0)) {
       throw InvalidInput("the logits hold NaN or infinity (token " + std::to_string(token) + ")");
     }
     if (std::isfinite(logit)) largest = std::max(largest, std::abs(logit));
-    result[token] = {token, logit, 0.0F};
   }
   if (largest < 0) throw InvalidInput("the logits leave no token possible: all are -infinity");
   if (options_.temperature > 0 && !std::isfinite(largest / options_.temperature)) {
@@ -88,7 +103,7 @@ std::vector<llama_token_data> Sampler::candidates(const float* logits, int32_t n
 }
 
 int32_t Sampler::sample(const float* logits, int32_t n_vocab) {
-  if (options_.temperature == 0 && llama_sampler_chain_n(chain_.get()) == 1) {
+  if (options_.temperature == 0 && llama_sampler_chain_n(chain_.get()) == 1 && options_.logit_bias.empty()) {
     return most_likely(logits, n_vocab);
   }
   auto all = candidates(logits, n_vocab);

@@ -4,6 +4,7 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "engine/model.hpp"
@@ -23,11 +24,13 @@ struct SamplerOptions {
   float presence_penalty = 0.0F;
   int32_t penalty_last_n = 64;  // 0: no penalties
   uint32_t seed = 0;
+  // Added to the logits of tokens before all else; -infinity rules a token out.
+  std::vector<std::pair<int32_t, float>> logit_bias;
 };
 
-/// The engine's sampler chain, in this order: penalties, top-k, top-p, min-p, temperature, draw. Holds
-/// the recent tokens (for the penalties) and the state of the random numbers. One thread at a time: who calls
-/// it holds it.
+/// The engine's sampler chain, in this order: penalties, top-k, top-p, min-p, temperature, draw; before
+/// it, the bias of logits. Holds the recent tokens (for the penalties) and the state of the random numbers.
+/// One thread at a time: who calls it holds it.
 class Sampler {
  public:
   Sampler(std::shared_ptr<Model> model, const SamplerOptions& options);
@@ -53,7 +56,9 @@ class Sampler {
   };
 
   void seed_draws();
+  void check_bias() const;
   int32_t most_likely(const float* logits, int32_t n_vocab) const;
+  /// The tokens and their logits, biased. Throws InvalidInput when the chain cannot choose among them.
   std::vector<llama_token_data> candidates(const float* logits, int32_t n_vocab) const;
 
   std::shared_ptr<Model> model_;

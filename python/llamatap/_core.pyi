@@ -22,6 +22,8 @@ __all__: list[str] = [
     "devices",
     "drain_log",
     "load_backends",
+    "logprobs",
+    "logprobs_of",
     "ngram_drafter",
     "read_metadata",
     "shut_down",
@@ -346,6 +348,9 @@ class Sampler:
         presence_penalty: typing.SupportsFloat | typing.SupportsIndex,
         penalty_last_n: typing.SupportsInt | typing.SupportsIndex,
         seed: typing.SupportsInt | typing.SupportsIndex,
+        logit_bias: collections.abc.Sequence[
+            tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex]
+        ],
     ) -> None: ...
     def __reduce__(self) -> typing.Any: ...
     def accept(self, token: typing.SupportsInt | typing.SupportsIndex) -> None: ...
@@ -476,6 +481,33 @@ def drain_log() -> list[tuple[int, str]]:
 def load_backends(folder: str) -> None:
     """
     Load the engine's back ends from a folder, once for the process.
+    """
+
+def logprobs(
+    context: Context,
+    first_row: typing.SupportsInt | typing.SupportsIndex,
+    tokens: numpy.typing.NDArray[numpy.int32],
+    n_top: typing.SupportsInt | typing.SupportsIndex,
+) -> tuple[
+    numpy.typing.NDArray[numpy.float64],
+    numpy.typing.NDArray[numpy.int32],
+    numpy.typing.NDArray[numpy.float64],
+]:
+    """
+    Of each token in turn, at the outputs first_row, first_row + 1, ...: (its log-probability, the most likely ids, their log-probabilities).
+    """
+
+def logprobs_of(
+    logits: numpy.typing.NDArray[numpy.float32],
+    token: typing.SupportsInt | typing.SupportsIndex,
+    n_top: typing.SupportsInt | typing.SupportsIndex,
+) -> tuple[
+    numpy.typing.NDArray[numpy.float64],
+    numpy.typing.NDArray[numpy.int32],
+    numpy.typing.NDArray[numpy.float64],
+]:
+    """
+    The same of one row of logits.
     """
 
 def ngram_drafter(

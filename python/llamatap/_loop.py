@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from llamatap import _logprobs
 from llamatap._holding import check_free, held, tidying
 from llamatap._native import _core, flush_log
 from llamatap._rewind import rewind_of
@@ -29,7 +30,7 @@ from llamatap.drafters import (
     specs_of,
 )
 from llamatap.errors import EngineError, InvalidInputError, NotFiniteError, UnsupportedError
-from llamatap.generation import Event, Generation, TokenLogprobs
+from llamatap.generation import Event, Generation
 from llamatap.layers import LayerId, normalize
 from llamatap.states import States
 
@@ -261,15 +262,23 @@ class Loop:
         n_batch = self.context.n_batch
         left = max(n_batch - sum(one.n_rows for one in self.live), min(self.context.n_ubatch, n_batch))
         feeding = [one for one in self.live if one.feeding]
-        for sequence in feeding[:1]:
-            # Half at least is of the one that came first, so that it ends, too.
-            sequence.n_rows = min(len(sequence.prompt) - sequence.fed, -(-left // 2))
-            left -= sequence.n_rows
-        # Those of which little is left need not wait for a long one.
-        for sequence in sorted(feeding, key=lambda one: len(one.prompt) - one.fed):
-            n_more = min(len(sequence.prompt) - sequence.fed - sequence.n_rows, left)
+        # Rows that are outputs have logits each: no more than those of one ubatch at a time.
+        left_scored = min(left, self.rewind.most_rows)
+
+        def feed(sequence: Prompt, parts: int) -> None:
+            nonlocal left, left_scored
+            room = min(left, left_scored) if sequence.scored else left
+            n_more = min(len(sequence.prompt) - sequence.fed - sequence.n_rows, -(-room // parts))
             sequence.n_rows += n_more
             left -= n_more
+            left_scored -= n_more if sequence.scored else 0
+
+        for sequence in feeding[:1]:
+            # Half at least is of the one that came first, so that it ends, too.
+            feed(sequence, 2)
+        # Those of which little is left need not wait for a long one.
+        for sequence in sorted(feeding, key=lambda one: len(one.prompt) - one.fed):
+            feed(sequence, 1)
 
     def _pass(self, sequences: Sequence[Prompt]) -> None:
         """One decode of the target, and what follows from it."""
@@ -280,12 +289,13 @@ class Loop:
         for sequence in sequences:
             sequence.first_row, sequence.first_output = len(batch), n_outputs
             if sequence.feeding:
-                begin, n_prompt = sequence.fed, len(sequence.prompt)
+                begin, last = sequence.fed, len(sequence.prompt) - 1
                 sequence.fed += sequence.n_rows
                 for position, token in enumerate(sequence.prompt[begin : sequence.fed].tolist(), begin):
-                    batch.add(token, position, sequence.seq, position + 1 == n_prompt)
+                    output = sequence.options.max_tokens > 0 if position == last else sequence.scored
+                    batch.add(token, position, sequence.seq, output)
+                    n_outputs += output
                 sequence.first_row = len(batch) - 1
-                n_outputs += not sequence.feeding
                 continue
             batch.add(sequence.tokens[-1], sequence.position, sequence.seq, True)
             for i, token in enumerate(sequence.draft.tokens.tolist(), 1):
@@ -304,7 +314,12 @@ class Loop:
                 end = sequence.first_row + 1
                 sequence.keep_prompt_rows(states, end - sequence.n_rows, end)
                 self._spent("target", sequence)
+            if sequence.scored and not sequence.tokens:
+                self._score(sequence)
             if sequence.feeding:
+                continue
+            if sequence.options.max_tokens == 0:
+                sequence.finish_reason = "length"
                 continue
             if tap is not None:
                 sequence.first_state = sequence.first_row if tap.rows == "all" else sequence.first_output
@@ -325,6 +340,16 @@ class Loop:
         # Of a text only outputs have states that count.
         every = len(self.layers) > 0 or any(one.feeding for one in wanting)
         return Tap(self.context, tuple(layers), "all" if every else "outputs", "float32")
+
+    def _score(self, sequence: Prompt) -> None:
+        """Have the log-probabilities of tokens of the prompt: each from the row of the one before."""
+        n_top = sequence.options.prompt_logprobs
+        assert n_top is not None
+        begin = sequence.fed - sequence.n_rows
+        tokens = sequence.prompt[begin + 1 : sequence.fed + 1].tolist()
+        first_row = sequence.first_row + 1 - sequence.n_rows
+        sequence.prompt_logprobs += _logprobs.at_outputs(self.context, first_row, tokens, n_top)
+        self._spent("sampling", sequence)
 
     def _verify(self, sequence: Prompt, states: States | None) -> int:
         """Choose the next tokens. Returns how many drafted ones the target has as it should."""
@@ -352,14 +377,15 @@ class Loop:
         else:
             sequence.position += len(tokens) if len(tokens) == n_accepted else n_accepted + 1
         before = len(sequence.tokens)
-        for i, token in enumerate(tokens):
+        for token in tokens:
             sequence.tokens.append(token)
-            if options.logprobs is not None:
-                logits = self.context.logits(sequence.first_row + i)
-                sequence.logprobs.append(_logprobs(logits, token, options.logprobs))
             if self._ends(sequence, token):
                 break
         n_new = len(sequence.tokens) - before
+        if options.logprobs is not None:
+            sequence.logprobs += _logprobs.at_outputs(
+                self.context, sequence.first_row, sequence.tokens[before:], options.logprobs
+            )
         sequence.stats.tokens = len(sequence.tokens)
         self._spent("sampling", sequence)
         if not was_prompt:
@@ -461,20 +487,3 @@ def _distributions(draft: Draft, n_vocab: int) -> NDArray[np.float32]:
             f"{sums.tolist()} and values from {found.min()}"
         )
     return found
-
-
-def _logprobs(logits: NDArray[np.float32], token: int, n: int) -> TokenLogprobs:
-    values = logits.astype(np.float64)
-    highest = values.max()
-    log_sum = highest + np.log(np.exp(values - highest).sum())
-    top: NDArray[np.intp] = np.zeros(0, np.intp)
-    if n > 0:
-        # Sorting all of a large vocabulary would take longer than many a pass.
-        at = max(len(logits) - n, 0)
-        known = np.flatnonzero(logits >= np.partition(logits, at)[at])
-        top = known[np.argsort(-logits[known], kind="stable")][:n]
-    return TokenLogprobs(
-        token,
-        float(values[token] - log_sum),
-        tuple((int(one), float(values[one] - log_sum)) for one in top),
-    )

@@ -34,6 +34,7 @@ class GenerateOptions(SamplerOptions, total=False):
     stop_tokens: Iterable[int]
     ignore_eos: bool
     logprobs: int | None
+    prompt_logprobs: int | None
     states: Literal["last", "full"] | None
     prompt_states: bool
     layers: Iterable[LayerId] | LayerId | None
@@ -50,6 +51,7 @@ def checked_options(
     stop_tokens: Iterable[int] = (),
     ignore_eos: bool = False,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     states: Literal["last", "full"] | None = None,
     prompt_states: bool = False,
     layers: Iterable[LayerId] | LayerId | None = None,
@@ -63,12 +65,15 @@ def checked_options(
     """
     if states is not None and not (isinstance(states, str) and states in ("last", "full")):
         raise InvalidInputError(f"states must be 'last', 'full' or None, not {states!r}")
+    # Without a text something else must be wanted.
+    fewest = 0 if prompt_logprobs is not None or flag("prompt_states", prompt_states) else 1
     options = Options(
-        integer("max_tokens", max_tokens, 1),
+        integer("max_tokens", max_tokens, fewest),
         _strings("stop", stop),
         _stop_tokens(model, stop_tokens),
         flag("ignore_eos", ignore_eos),
         None if logprobs is None else integer("logprobs", logprobs, 0, 1024),
+        None if prompt_logprobs is None else integer("prompt_logprobs", prompt_logprobs, 0, 1024),
         states,
         flag("prompt_states", prompt_states),
         layer_ids.normalize((-2,) if layers is None else layers, model.n_layer),

@@ -32,6 +32,7 @@ class Options:
     stop_tokens: tuple[int, ...]
     ignore_eos: bool
     logprobs: int | None
+    prompt_logprobs: int | None
     states: Literal["last", "full"] | None
     prompt_states: bool
     layers: tuple[LayerId, ...]
@@ -64,6 +65,8 @@ class Prompt:
         self.tokens: list[int] = []
         self.pieces: list[str] = []
         self.logprobs: list[TokenLogprobs] = []
+        #: Of what was fed. Nothing comes before the first token.
+        self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         #: States of generated tokens.
         self.rows: list[NDArray[np.float32]] = []
         #: States of the prompt: of what was fed, whatever its length is.
@@ -90,6 +93,11 @@ class Prompt:
     def feeding(self) -> bool:
         """Whether a part of the prompt is still to be decoded."""
         return self.fed < len(self.prompt)
+
+    @property
+    def scored(self) -> bool:
+        """Whether all rows of its prompt are outputs."""
+        return self.options.prompt_logprobs is not None
 
     @property
     def wants_states(self) -> bool:
@@ -174,17 +182,22 @@ class Prompt:
             prompt_states,
             self.logprobs if self.options.logprobs is not None else None,
             self.stats,
+            self._all_prompt_logprobs(),
         )
+
+    def _all_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        return None if self.options.prompt_logprobs is None else self.prompt_logprobs
 
     def new_events(self, context: Context) -> Iterator[Event]:
         """Events of tokens that were not given out yet: those whose states are there, where asked for. Of a
-        cancelled text whose tokens are all out, one without a token."""
+        text that ends without a new one (cancelled, or of no tokens), one without a token."""
         done = self.finish_reason is not None
         full = self.options.states == "full"
         known = len(self.rows) if full and not done else len(self.tokens)
         if done and self.n_given == known:
             final = self._generation(context)
-            yield Event(self.index, -1, self.pieces[-1], None, None, final, self.cancelled.set)
+            first = self._all_prompt_logprobs() if known == 0 else None
+            yield Event(self.index, -1, self.pieces[-1], None, None, final, self.cancelled.set, first)
         while self.n_given < known:
             i = self.n_given
             self.n_given += 1
@@ -202,4 +215,5 @@ class Prompt:
                 self.logprobs[i] if self.options.logprobs is not None else None,
                 self._generation(context) if last else None,
                 self.cancelled.set,
+                self._all_prompt_logprobs() if i == 0 else None,
             )

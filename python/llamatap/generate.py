@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, cast, overload
 
 import numpy as np
@@ -111,11 +111,13 @@ def generate(
     frequency_penalty: float = 0.0,
     presence_penalty: float = 0.0,
     penalty_last_n: int = 64,
+    logit_bias: Mapping[int, float] | None = None,
     seed: int | None = None,
     stop: str | Iterable[str] = (),
     stop_tokens: Iterable[int] = (),
     ignore_eos: bool = False,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     states: Literal["last", "full"] | None = None,
     prompt_states: bool = False,
     layers: Iterable[LayerId] | LayerId | None = None,
@@ -134,9 +136,10 @@ def generate(
         the target chooses every token itself, and a draft is used as far as it is equal. But the engine
         rounds otherwise when it computes several tokens at once: near-ties may fall the other way, rarely
         with float32 weights on a CPU, now and then with quantised ones.
-    :param max_tokens: of each prompt, a stop token included. With a model, texts are no longer than what it
+    :param max_tokens: of each prompt, a stop token included; 0, only with ``prompt_logprobs`` or
+        ``prompt_states``, computes the prompts alone. With a model, texts are no longer than what it
         was trained with (:attr:`Model.n_ctx_train`), and end there as in a full context.
-    :param temperature: 0 takes the most likely token. This and the others up to ``penalty_last_n``: as of
+    :param temperature: 0 takes the most likely token. This and the others up to ``logit_bias``: as of
         :class:`Sampler`; penalties see the prompt too.
     :param seed: of the random numbers. The prompt at index i has a seed of its own,
         ``(seed + i * 0x9E3779B1) % (2**32 - 1)``. None draws one.
@@ -144,6 +147,9 @@ def generate(
     :param stop_tokens: tokens that end a text, besides the model's own end-of-generation tokens.
     :param ignore_eos: go on after end-of-generation tokens.
     :param logprobs: how many of the most likely tokens to report at each; None for no log-probabilities.
+        They are of the logits as they are, whatever ``logit_bias``, penalties and temperature are.
+    :param prompt_logprobs: the same at each token of the prompt but the first, given those before it. Its
+        rows pass through the output head then, ``n_ubatch`` of them at a time at most.
     :param states: the target's states of the generated tokens, from the same passes: of each (``"full"``), or
         of the last (``"last"``). Only the final token, which no pass has computed, costs one more decode.
         At the end of a full context there is no place for the last token, so its row is missing.
@@ -191,10 +197,12 @@ def generate(
         frequency_penalty=frequency_penalty,
         presence_penalty=presence_penalty,
         penalty_last_n=penalty_last_n,
+        logit_bias=logit_bias,
         stop=stop,
         stop_tokens=stop_tokens,
         ignore_eos=ignore_eos,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         states=states,
         prompt_states=prompt_states,
         layers=layers,

@@ -21,10 +21,10 @@ FinishReason = Literal["stop", "length", "context", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities where a token was chosen: of a softmax over the target's logits as they are, before
-    penalties, temperature and the rest.
+    """Log-probabilities where a token stands: of a softmax over the target's logits as they are, before
+    ``logit_bias``, penalties, temperature and the rest.
 
-    :ivar token: the token that was chosen.
+    :ivar token: the token that was chosen, or is in the prompt.
     :ivar logprob: its own (natural logarithm).
     :ivar top: the most likely ones, (token, log-probability), falling.
     """
@@ -111,6 +111,8 @@ class Generation:
         prompt that was cancelled before all of it was computed, of those that were.
     :ivar logprobs: where asked for, one for each token.
     :ivar stats: how it came about.
+    :ivar prompt_logprobs: where asked for, one for each token of the prompt: None for the first one, which
+        follows nothing; of a prompt that was cancelled before all of it was computed, of those that were.
     """
 
     index: int
@@ -122,6 +124,7 @@ class Generation:
     prompt_states: States | None
     logprobs: list[TokenLogprobs] | None
     stats: Stats
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 def whole_states(
@@ -155,13 +158,14 @@ class Event:
 
     :ivar index: which prompt.
     :ivar token: the token; -1 in the last event of a cancelled text whose tokens were all given out (or that
-        never had any), which has none.
+        never had any), and in the only one with ``max_tokens=0``, which have none.
     :ivar text: the text that it completes: whole characters, and nothing that may yet turn out to be a stop
         string. The texts of a prompt's events join to :attr:`Generation.text`.
     :ivar states: the target's states of the token, one row, where asked for (with ``"last"``, of the last
         token alone). They are computed a round after the token, and the event waits for them.
     :ivar logprobs: where asked for.
     :ivar final: of a prompt's last event: all of its generation.
+    :ivar prompt_logprobs: in a prompt's first event, where asked for: as of :class:`Generation`.
     """
 
     index: int
@@ -171,6 +175,7 @@ class Event:
     logprobs: TokenLogprobs | None
     final: Generation | None
     _cancel: Callable[[], None] = field(repr=False)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     def cancel(self) -> None:
         """End this prompt's generation: what its last round gave still comes, and then an event with

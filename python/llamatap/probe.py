@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from llamatap._check import integer
 from llamatap.errors import Error, InvalidInputError
 
 __all__ = ["LayerProbe", "Probe", "probe"]
@@ -19,7 +20,7 @@ _CHILD = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from llamatap.probe import _child
-_child(sys.argv[2], int(sys.argv[3]))
+_child(sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4]))
 """
 
 
@@ -75,14 +76,15 @@ class Probe:
         return facts
 
 
-def probe(path: str | os.PathLike[str], *, timeout: float = 600.0) -> Probe:
+def probe(path: str | os.PathLike[str], *, timeout: float = 600.0, n_threads: int | None = None) -> Probe:
     """Try a GGUF file without risk: it is loaded, and computed with, in a child process.
 
     The engine trusts its files: a broken one can end the process that loads it, checks or not. Here that
     is the child, and the result says so.
 
     :param timeout: seconds until the child is given up.
-    :raises InvalidInputError: ``timeout`` is not above 0.
+    :param n_threads: of the engine; None for the number of physical cores.
+    :raises InvalidInputError: ``timeout`` is not above 0, or ``n_threads`` is no number of threads.
     """
     # Importing them takes a while, and llamatap is imported more often than it probes.
     import signal
@@ -91,12 +93,21 @@ def probe(path: str | os.PathLike[str], *, timeout: float = 600.0) -> Probe:
 
     if not timeout > 0:
         raise InvalidInputError(f"timeout must be above 0 seconds, not {timeout}")
+    threads = None if n_threads is None else integer("n_threads", n_threads, 1, 512)
     path = Path(path).absolute()
     facts: dict[str, Any] = {}
     # Not by the standard output: whatever the child imports may print there (a sitecustomize).
     with tempfile.TemporaryFile() as results:
         number = results.fileno()
-        command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), os.fspath(path), str(number)]
+        command = [
+            sys.executable,
+            "-c",
+            _CHILD,
+            json.dumps(sys.path),
+            os.fspath(path),
+            str(number),
+            json.dumps(threads),
+        ]
         try:
             child = subprocess.run(
                 command,
@@ -124,7 +135,7 @@ def probe(path: str | os.PathLike[str], *, timeout: float = 600.0) -> Probe:
     return Probe(path, **facts)
 
 
-def _child(path: str, results: int) -> None:
+def _child(path: str, results: int, n_threads: int | None) -> None:
     """Write what is found as it is found, one JSON object a line: the next step may be the last.
 
     :param results: the file descriptor that is written to.
@@ -141,12 +152,12 @@ def _child(path: str, results: int) -> None:
     except (ImportError, ValueError):
         pass
     try:
-        _find_out(Path(path), say)
+        _find_out(Path(path), say, n_threads)
     except (Error, MemoryError) as error:
         say(error=str(error) or type(error).__name__)
 
 
-def _find_out(path: Path, say: Callable[..., None]) -> None:
+def _find_out(path: Path, say: Callable[..., None], n_threads: int | None) -> None:
     import numpy as np
 
     from llamatap.extract import Extractor
@@ -173,7 +184,7 @@ def _find_out(path: Path, say: Callable[..., None]) -> None:
             layers.append("norm")
         nodes = [name for name, _ in model.layer_map.nodes[: len(layers)]]
         tokens = np.linspace(0, model.n_vocab - 1, _TOKENS).astype(np.int32)
-        with Extractor(model) as extractor:
+        with Extractor(model, n_threads=n_threads) as extractor:
             found = extractor(tokens, layers).array.astype(np.float64)
         rms = np.sqrt(np.mean(found**2, axis=(0, 2)))
         rms[~np.isfinite(rms)] = np.nan

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import secrets
+from collections.abc import Mapping
 from typing import TypedDict
 
 import numpy as np
@@ -16,6 +18,9 @@ from llamatap.model import Model
 
 __all__ = ["Sampler", "SamplerOptions"]
 
+# Far from where float32 ends, and far beyond any logit.
+_MOST_BIAS = 1e6
+
 
 class SamplerOptions(TypedDict, total=False):
     """The keyword arguments of :class:`Sampler`."""
@@ -28,12 +33,13 @@ class SamplerOptions(TypedDict, total=False):
     frequency_penalty: float
     presence_penalty: float
     penalty_last_n: int
+    logit_bias: Mapping[int, float] | None
     seed: int | None
 
 
 class Sampler(NotCopied):
-    """The engine's sampler chain: penalties, top-k, top-p, min-p, temperature, draw. One thread at a time: a
-    second one gets BusyError.
+    """The engine's sampler chain: logit bias, penalties, top-k, top-p, min-p, temperature, draw.
+    One thread at a time: a second one gets BusyError.
 
     :param temperature: 0 takes the most likely token.
     :param top_k: keep the k most likely; 0 is off.
@@ -43,6 +49,7 @@ class Sampler(NotCopied):
     :param frequency_penalty: subtracted for each recent occurrence.
     :param presence_penalty: subtracted once for a recent token.
     :param penalty_last_n: how many tokens are recent, 2**20 at most.
+    :param logit_bias: by token id, what is added to its logit before all else; -infinity rules a token out.
     :param seed: of the random numbers, 0..2**32-2; None draws one (:attr:`seed` tells).
     :raises InvalidInputError: a value is out of range, or no number.
     """
@@ -59,6 +66,7 @@ class Sampler(NotCopied):
         frequency_penalty: float = 0.0,
         presence_penalty: float = 0.0,
         penalty_last_n: int = 64,
+        logit_bias: Mapping[int, float] | None = None,
         seed: int | None = None,
     ) -> None:
         instance("model", model, Model)
@@ -75,6 +83,7 @@ class Sampler(NotCopied):
             presence_penalty=number("presence_penalty", presence_penalty),
             penalty_last_n=integer("penalty_last_n", penalty_last_n),
             seed=self.seed,
+            logit_bias=_biases(model, logit_bias),
         )
 
     @property
@@ -110,3 +119,22 @@ class Sampler(NotCopied):
     def reset(self) -> None:
         """Back to the start: no tokens noted, random numbers from the seed."""
         self._native.reset()
+
+
+def _biases(model: Model, given: Mapping[int, float] | None) -> list[tuple[int, float]]:
+    if given is None:
+        return []
+    if not isinstance(given, Mapping):
+        raise InvalidInputError(f"logit_bias must map token ids to numbers, not be {given!r}")
+    found = []
+    for token, bias in given.items():
+        index = integer("a token id of logit_bias", token, 0, model.n_vocab - 1)
+        value = number(f"the logit_bias of token {index}", bias)
+        # Not NaN either.
+        if not (abs(value) <= _MOST_BIAS or value == -math.inf):
+            raise InvalidInputError(
+                f"the logit_bias of token {index} must be in -{_MOST_BIAS:g}..{_MOST_BIAS:g}, or -inf, which "
+                f"rules it out, not {value}"
+            )
+        found.append((index, value))
+    return found

@@ -10,6 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from test_encode import PRESET
 from tinies import drafters, rigged
 from tinies.files import FILES
 from tiny import TinyLlama, write_vocabulary
@@ -359,3 +360,41 @@ def test_a_terminal_that_lacks_letters_gets_them_escaped(tmp_path: Path) -> None
         outputs[encoding] = done.stdout.decode(encoding)
     assert not outputs["utf-8"].isascii()
     assert outputs["ascii"] == outputs["utf-8"].encode("ascii", "backslashreplace").decode()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["extract", "MODEL", "--text", "x", "-o", "OUT"],
+        ["generate", "MODEL", "--prompt", "x", "-n", "2"],
+        ["encode", "MODEL", "x", "--preset", "PRESET", "-o", "OUT"],
+        ["info", "MODEL"],
+        ["dataset", "MODEL", "ROWS", "-o", "FOLDER", "--layers", "1,2", "--quiet"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_threads(
+    command: list[str], tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is asked for reaches the context, which has a limit."""
+    preset = tmp_path / "preset.toml"
+    preset.write_text(PRESET.replace("LAYERS", "[-2]"))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"input_ids": [5, 6, 7]}) + "\n")
+    names = {
+        "MODEL": str(tiny_path),
+        "OUT": str(tmp_path / "out.safetensors"),
+        "PRESET": str(preset),
+        "ROWS": str(rows),
+        "FOLDER": str(tmp_path / "folder"),
+    }
+    arguments = [names.get(one, one) for one in command]
+    assert main([*arguments, "--threads", "513"]) == 1
+    assert "n_threads must be in 1..512, not 513" in capsys.readouterr().err
+    if command[0] == "dataset":
+        arguments += ["--resume"]
+    assert main([*arguments, "--threads", "1"]) == 0
+    for wrong in ("0", "-1", "two"):
+        with pytest.raises(SystemExit):
+            main([*arguments, "--threads", wrong])
+        assert "--threads" in capsys.readouterr().err

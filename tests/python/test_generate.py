@@ -16,7 +16,7 @@ from tinies.rigged import by_token, cycle
 from tiny import TinyQwen3
 
 import llamatap as lt
-from llamatap._loop import _logprobs
+from llamatap._logprobs import of_logits
 from llamatap.generate import GenerateOptions, generate
 from llamatap.sampler import SamplerOptions
 
@@ -395,7 +395,7 @@ def test_log_probabilities_of_tokens_that_are_alike_come_in_order() -> None:
     """Of several that are as likely as the last that is wanted, the first."""
     logits = np.array([1, 3, 3, 5, 3, 2, 3, -np.inf], np.float32)
     for n in range(10):
-        found = _logprobs(logits, 5, n)
+        found = of_logits(logits, 5, n)
         assert [token for token, _ in found.top] == [3, 1, 2, 4, 6, 5, 0, 7][:n]
     assert found.logprob == pytest.approx(log_softmax(logits)[5])
 
@@ -410,7 +410,7 @@ def test_log_probabilities_of_large_vocabularies_are_not_sorted(rng: np.random.G
         return time.perf_counter() - started
 
     sorting = min(seconds(lambda: np.argsort(-logits.astype(np.float64), kind="stable")) for _ in range(5))
-    assert min(seconds(lambda: _logprobs(logits, 5, 5)) for _ in range(5)) < 0.7 * sorting
+    assert min(seconds(lambda: of_logits(logits, 5, 5)) for _ in range(5)) < 0.7 * sorting
 
 
 def test_a_script_is_followed(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -41,6 +42,8 @@ def test_probe_tells_of_files_that_are_none(tmp_path: Path) -> None:
     assert "not a readable GGUF file" in str(lt.probe(junk).error)
     with pytest.raises(lt.InvalidInputError, match="timeout"):
         lt.probe(junk, timeout=0)
+    with pytest.raises(lt.InvalidInputError, match="n_threads"):
+        lt.probe(junk, n_threads=0)
 
 
 @computes_with_nan
@@ -52,6 +55,30 @@ def test_probe_sees_states_that_are_not_finite(tmp_path: Path) -> None:
     assert [layer.finite for layer in found.layers] == [True, True, True, False, False, False]
     assert math.isnan(found.layers[3].rms)
     assert found.to_dict()["layers"][3]["rms"] is None
+
+
+def test_threads_reach_the_child(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+    run = subprocess.run
+
+    def noting(command: list[str], **options: Any) -> Any:
+        commands.append(command)
+        return run(command, **options)
+
+    monkeypatch.setattr(subprocess, "run", noting)
+    for n_threads in (1, None):
+        assert lt.probe(tiny_path, n_threads=n_threads).states
+    found: list[int | None] = []
+
+    def counting(given: int | None) -> int:
+        found.append(given)
+        return 1
+
+    monkeypatch.setattr("llamatap.context.thread_count", counting)
+    for command in commands:
+        monkeypatch.setattr(sys, "argv", ["-c", *command[3:]])
+        exec(command[2])
+    assert found == [1, None]
 
 
 def test_probe_outlives_its_child(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

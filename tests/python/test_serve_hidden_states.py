@@ -80,6 +80,13 @@ def test_the_specifications_request(server: Running, tiny: TinyLlama, model: lt.
     assert relative(lists(answer), oracle(tiny, tokens, -2)) < 1e-5
 
 
+def test_the_user_changes_nothing(server: Running) -> None:
+    """A field of OpenAI's, which their clients send with embeddings."""
+    assert server.states(input=PROMPT, user="me") == server.states(input=PROMPT)
+    assert server.states(input=PROMPT, user=None) == server.states(input=PROMPT)
+    server.error("/v1/hidden_states", 400, "invalid_request_error", model="tiny", input=PROMPT, user=5)
+
+
 def test_the_defaults_are_the_specifications(server: Running, tiny: TinyLlama, model: lt.Model) -> None:
     text = "x" * 700
     short = server.states(input=text)

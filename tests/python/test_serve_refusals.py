@@ -52,13 +52,18 @@ both = pytest.mark.parametrize("endpoint", [complete, chat])
 
 #: Of both kinds: fields, and values that ask for what is not served.
 UNSERVED: list[dict[str, Any]] = [
-    {"logit_bias": {"5": 1}},
+    {"logit_bias": {"5": 101}},
+    {"logit_bias": {"a": 1}},
+    {"logit_bias": {"5": "1"}},
+    {"logit_bias": {str(token): 1 for token in range(1025)}},
+    {"logit_bias": [1]},
     {"response_format": {"type": "json_object"}},
     {"response_format": {"type": "text", "more": 1}},
-    {"echo": True},
     {"echo": 1},
     {"min_tokens": 3},
-    {"prompt_logprobs": 1},
+    {"prompt_logprobs": 21},
+    {"prompt_logprobs": -1},
+    {"prompt_logprobs": True},
     {"skip_special_tokens": False},
     {"include_stop_str_in_output": True},
     {"guided_json": {}},
@@ -66,6 +71,7 @@ UNSERVED: list[dict[str, Any]] = [
 ]
 OF_COMPLETIONS: list[dict[str, Any]] = [{"suffix": "end"}, {"best_of": 2}, {"tools": []}]
 OF_CHAT: list[dict[str, Any]] = [
+    {"echo": True},
     {"tools": [{"type": "function", "function": {"name": "f"}}]},
     {"tool_choice": "required"},
     {"functions": [{"name": "f"}]},
@@ -87,6 +93,7 @@ HARMLESS_IN_COMPLETIONS: list[dict[str, Any]] = [
     {"suffix": None, "best_of": None},
     {"suffix": "", "best_of": 1},
     {"best_of": 2, "n": 2},
+    {"logit_bias": {"5": -100, "258": 0.5}, "prompt_logprobs": 0, "echo": True},
 ]
 HARMLESS_IN_CHAT: list[dict[str, Any]] = [
     {"tools": None, "tool_choice": None, "functions": None, "audio": None, "parallel_tool_calls": None},
@@ -148,6 +155,7 @@ def test_what_asks_for_nothing_is_let_pass(
         ({"top_k": -2}, "top_k"),
         ({"return_hidden_states": "first"}, "return_hidden_states"),
         ({"stream": "yes"}, "stream"),
+        ({"logit_bias": {"259": 1}}, r"logit_bias must be in 0\.\.258, not 259"),
     ],
 )
 def test_wrong_values(client: Client, endpoint: Endpoint, fields: dict[str, Any], message: str) -> None:

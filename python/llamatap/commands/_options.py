@@ -18,6 +18,7 @@ __all__ = [
     "DTYPES",
     "above",
     "add_loading",
+    "add_threads",
     "draft_length",
     "integers",
     "layer_ids",
@@ -32,6 +33,13 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     """``--gpu-layers`` and ``--weights``: how a model is loaded."""
     parser.add_argument("--gpu-layers", type=int, default=0, help="layers on the GPU; -1 for all")
     parser.add_argument("--weights", choices=("f32", "f16", "bf16"), help="convert the weights first")
+
+
+def add_threads(parser: argparse.ArgumentParser, *names: str) -> None:
+    """``--threads``, and other names of it: how many compute."""
+    parser.add_argument(
+        "--threads", *names, type=integers(1), metavar="N", help="of the engine (default: one a core)"
+    )
 
 
 def integers(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llamatap.commands._options import DTYPES, add_loading, layer_ids, read_text
+from llamatap.commands._options import DTYPES, add_loading, add_threads, layer_ids, read_text
 from llamatap.errors import InvalidInputError
 from llamatap.layers import CONVENTIONS
 
@@ -70,7 +70,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--rank", type=int, default=0, help="which of the workers this is, from 0")
     parser.add_argument("--world-size", type=int, default=1, help="workers that share the work (default: 1)")
     parser.add_argument("--batch-tokens", type=int, default=512, help="computed at once (default: 512)")
-    parser.add_argument("--n-threads", type=int, help="default: the processors")
+    add_threads(parser, "--n-threads")
     parser.add_argument("--dry-run", action="store_true", help="tell what would be written, and stop")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     add_loading(parser)
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         rank=arguments.rank,
         world_size=arguments.world_size,
         batch_tokens=arguments.batch_tokens,
-        context={} if arguments.n_threads is None else {"n_threads": arguments.n_threads},
+        context={} if arguments.threads is None else {"n_threads": arguments.threads},
     )
     with Model(arguments.model, n_gpu_layers=arguments.gpu_layers, weights=arguments.weights) as model:
         job = Job(model, arguments.input, arguments.output, options)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llamatap.commands._options import DTYPES, add_loading, warn_of_cut
+from llamatap.commands._options import DTYPES, add_loading, add_threads, warn_of_cut
 
 if TYPE_CHECKING:
     from llamatap import States
@@ -24,6 +24,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     add_loading(parser)
+    add_threads(parser)
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.safetensors")
     parser.set_defaults(run=run)
 
@@ -35,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     preset = load_preset(arguments.preset)
     with Model(arguments.model, n_gpu_layers=arguments.gpu_layers, weights=arguments.weights) as model:
         start = time.perf_counter()
-        with Extractor(model) as extractor:
+        with Extractor(model, n_threads=arguments.threads) as extractor:
             states = preset.encode(extractor, arguments.prompt, dtype=arguments.dtype)
         seconds = time.perf_counter() - start
         warn_of_cut(states, f"max_length of preset {preset.name}")

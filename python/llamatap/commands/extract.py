@@ -7,7 +7,14 @@ import time
 from pathlib import Path
 
 from llamatap._prompts import parse_window
-from llamatap.commands._options import DTYPES, add_loading, layer_ids, read_text, warn_of_cut
+from llamatap.commands._options import (
+    DTYPES,
+    add_loading,
+    add_threads,
+    layer_ids,
+    read_text,
+    warn_of_cut,
+)
 from llamatap.errors import InvalidInputError
 from llamatap.layers import CONVENTIONS
 
@@ -42,6 +49,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--window", metavar="START:STOP", help="positions that are wanted")
     parser.add_argument("--pool", choices=("mean", "last", "max"))
     add_loading(parser)
+    add_threads(parser)
     parser.add_argument("--allow-nonfinite", action="store_true", help="write NaN and infinity too")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.safetensors")
     parser.set_defaults(run=run)
@@ -73,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
             final_norm=model.layer_map.has_norm,
         )
         start = time.perf_counter()
-        with Extractor(model) as extractor:
+        with Extractor(model, n_threads=arguments.threads) as extractor:
             states = extractor(
                 prompt,
                 wanted,

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from llamatap._check import integer
-from llamatap.commands._options import draft_length, read_text
+from llamatap.commands._options import add_threads, draft_length, read_text
 from llamatap.errors import InvalidInputError
 
 __all__ = ["add", "run"]
@@ -42,6 +42,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--stop", action="append", default=[], metavar="TEXT", help="what ends the text; may be given again"
     )
     parser.add_argument("--gpu-layers", type=int, default=0, help="layers on the GPU; -1 for all")
+    add_threads(parser)
     parser.add_argument("--stats", action="store_true", help="print what drafting did, to stderr")
     parser.set_defaults(run=run)
 
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             prompt = arguments.prompt if arguments.file is None else read_text(arguments.file)
         tokens = model.tokenize(prompt)
-        with model.context(n_ctx=len(tokens) + max_tokens) as context:
+        with model.context(n_ctx=len(tokens) + max_tokens, n_threads=arguments.threads) as context:
             drafter = None
             if arguments.drafter is not None:
                 gpu_layers = arguments.gpu_layers

@@ -7,6 +7,8 @@ import json
 import sys
 from pathlib import Path
 
+from llamatap.commands._options import add_threads
+
 __all__ = ["add", "run"]
 
 
@@ -16,13 +18,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("model", type=Path, help="a GGUF file")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    add_threads(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from llamatap import probe
 
-    found = probe(arguments.model)
+    found = probe(arguments.model, n_threads=arguments.threads)
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=2))
         return 0 if found.loads else 1

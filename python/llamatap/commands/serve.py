@@ -41,6 +41,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         action="store_true",
         help="without a key, listen at any address and answer whatever host a request names",
     )
+    serve.add_argument(
+        "--cors",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="let pages of this origin (https://example.org; * for all) read answers; may be given again",
+    )
     add_loading(serve)
     serve.add_argument(
         "--threads", type=integers(1), help="of the engine, for each model (default: one a core)"
@@ -194,6 +201,7 @@ def _options(arguments: argparse.Namespace) -> ServerOptions:
         max_pending_bytes=int(arguments.max_pending_mib),
         any_host=arguments.insecure,
         presets=tuple(arguments.preset),
+        cors=tuple(arguments.cors),
     )
 
 

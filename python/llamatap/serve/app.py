@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import anyio.to_thread
 from fastapi import FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
 
 from llamatap.errors import InvalidInputError
-from llamatap.serve import completions, errors, hidden_states, page
+from llamatap.serve import completions, errors, hidden_states, page, tokenizer
 from llamatap.serve.budget import ResponseEnd
 from llamatap.serve.disconnect import ClientGoneError
 from llamatap.serve.limits import ApiKey, BodyLimit, HostCheck, JsonOnly
@@ -77,6 +78,7 @@ def create_app(models: Sequence[ModelOptions], options: ServerOptions | None = N
 
     app.include_router(hidden_states.router)
     app.include_router(completions.router)
+    app.include_router(tokenizer.router)
     app.include_router(page.make_router(options.max_length))
 
     @app.head("/health", include_in_schema=False)
@@ -104,5 +106,14 @@ def create_app(models: Sequence[ModelOptions], options: ServerOptions | None = N
         app.add_middleware(ApiKey, key=options.api_key)
     elif not options.any_host:
         app.add_middleware(HostCheck)
+    if options.cors:
+        # Before the key is looked for: a browser asks for permission without it, and must be let read a 401.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.cors,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After"],
+        )
     app.add_middleware(RequestMetrics, metrics=metrics)
     return app

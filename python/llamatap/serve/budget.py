@@ -41,8 +41,8 @@ def _too_many(what: str) -> ApiError:
 
 
 class Budget:
-    """Bytes that the states of all requests may take together, from before they are computed until they are
-    sent. Of one event loop.
+    """Bytes that the states of all requests, and their prompts' log-probabilities, may take together, from
+    before they are computed until they are sent. Of one event loop.
 
     :param total: bytes.
     :param most_waiting: requests that may wait for their share; further ones get 429.
@@ -66,9 +66,9 @@ class Budget:
                 413,
                 "invalid_request_error",
                 "response_too_large",
-                f"the states, and what they are encoded to, would take {n_bytes} bytes; this server has "
-                f"{self.total} for those of all requests: ask for fewer tokens or layers, for float16, or "
-                "for another encoding_format",
+                f"the states or log-probabilities, and what they are encoded to, would take {n_bytes} bytes; "
+                f"this server has {self.total} for those of all requests: ask for fewer of them, for "
+                "float16, or for another encoding_format",
             )
         if self.waiting >= self.most_waiting:
             raise _too_many("memory")

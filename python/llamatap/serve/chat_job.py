@@ -28,6 +28,7 @@ class ChatJob(TextJob):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     prefix = "chatcmpl"
+    scores_choices = False
     body: ChatRequest
 
     def __init__(self, server: Server, worker: ModelWorker, body: ChatRequest) -> None:

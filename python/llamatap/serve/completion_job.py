@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from llamatap._options import pieces_of
 from llamatap._text import TextStream
-from llamatap.generation import Generation, TokenLogprobs
+from llamatap.generation import Event, Generation, TokenLogprobs
+from llamatap.serve.echo import offsets_in, text_of
 from llamatap.serve.errors import ApiError
 from llamatap.serve.openai_schema import CompletionRequest
+from llamatap.serve.payload import as_array
 from llamatap.serve.state import Server
 from llamatap.serve.text_job import TextJob, finite
 from llamatap.serve.worker import ModelWorker
 
 __all__ = ["CompletionJob"]
+
+#: A token of the legacy ``logprobs``, its log-probabilities (None of the first one of a prompt), and the
+#: character where it begins.
+_Row: TypeAlias = "tuple[int, TokenLogprobs | None, int]"
 
 
 class CompletionJob(TextJob):
@@ -22,23 +28,38 @@ class CompletionJob(TextJob):
 
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
+    scores_choices = True
     body: CompletionRequest
 
     def __init__(self, server: Server, worker: ModelWorker, body: CompletionRequest) -> None:
         super().__init__(server, worker, body)
         if body.best_of not in (None, 1, self.n):
             raise ApiError.invalid("best_of is not supported here: n texts are all that are generated")
+        if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
+            raise ApiError.invalid(
+                "max_tokens is 0, so nothing would be in the answer: ask for echo or prompt_logprobs as well"
+            )
         #: Of the streamed texts, what their tokens came to so far.
         self._streams: dict[int, TextStream] = {}
         self._opened: set[int] = set()
+        #: Of those that have begun with their prompts, the characters of these.
+        self._echoed: dict[int, int] = {}
 
     @property
     def n_logprobs(self) -> int | None:
         return self.body.logprobs
 
     @property
+    def n_prompt_logprobs(self) -> int | None:
+        body = self.body
+        wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
+        # Without a text there is nothing else to compute.
+        wanted.append(0 if body.max_tokens == 0 else None)
+        return max((one for one in wanted if one is not None), default=None)
+
+    @property
     def max_tokens(self) -> int | None:
-        return self.body.max_tokens or 16
+        return 16 if self.body.max_tokens is None else self.body.max_tokens
 
     def inputs(self) -> list[str | Sequence[int]]:
         prompt = self.body.prompt
@@ -51,17 +72,41 @@ class CompletionJob(TextJob):
         return list(prompt)  # type: ignore[arg-type]
 
     def choice(self, index: int, found: Generation) -> dict[str, Any]:
-        logprobs = None if found.logprobs is None else self._logprobs(found.logprobs, self._new_stream())
-        choice: dict[str, Any] = {"index": index, "text": found.text, "logprobs": logprobs}
+        prompt = ""
+        rows: list[_Row] = []
+        if self.body.echo:
+            prompt, rows = self._prompt(index, found.prompt_logprobs)
+        if found.logprobs is not None:
+            rows += self._rows(found.logprobs, self._new_stream(), len(prompt))
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": prompt + found.text,
+            "logprobs": None if found.logprobs is None else self._logprobs(rows),
+        }
         if self.body.return_token_ids:
             choice["prompt_token_ids"] = found.prompt.tolist()
         return choice
 
     def delta(self, index: int, text: str, logprobs: TokenLogprobs | None) -> dict[str, Any]:
-        found = None
+        rows = None
         if logprobs is not None:
             stream = self._streams.setdefault(index, self._new_stream())
-            found = self._logprobs([logprobs], stream)
+            rows = self._rows([logprobs], stream, self._echoed.get(index, 0))
+        return self._piece(index, text, rows)
+
+    def has_prologue(self, index: int) -> bool:
+        return bool(self.body.echo) and index not in self._echoed
+
+    def prologue(self, index: int, event: Event) -> list[dict[str, Any]]:
+        if not self.has_prologue(index):
+            return []
+        text, rows = self._prompt(index, event.prompt_logprobs)
+        self._echoed[index] = len(text)
+        piece = self._piece(index, text, None if self.body.logprobs is None else rows)
+        return [piece | {"token_ids": []} if self.body.return_token_ids else piece]
+
+    def _piece(self, index: int, text: str, rows: Sequence[_Row] | None) -> dict[str, Any]:
+        found = None if rows is None else self._logprobs(rows)
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": found, "finish_reason": None}
         if self.body.return_token_ids and index not in self._opened:
             self._opened.add(index)
@@ -72,23 +117,37 @@ class CompletionJob(TextJob):
         # Stop strings count too: where a token begins does not depend on what comes later.
         return TextStream(pieces_of(self.model), ())
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprobs], stream: TextStream) -> dict[str, Any]:
-        offsets = []
+    def _prompt(self, index: int, logprobs: Sequence[TokenLogprobs | None] | None) -> tuple[str, list[_Row]]:
+        """The text of a choice's prompt, and where log-probabilities are wanted, its tokens' rows."""
+        given = self.given[index // self.n]
+        text = text_of(self.model, given)
+        if self.body.logprobs is None or logprobs is None:
+            return text, []
+        tokens = self.prompts[index // self.n].tolist()
+        offsets = offsets_in(self.model, given, tokens)
+        return text, list(zip(tokens, logprobs, offsets, strict=True))
+
+    def _rows(self, logprobs: Sequence[TokenLogprobs], stream: TextStream, begin: int) -> list[_Row]:
+        """:param begin: the characters before the text."""
+        rows: list[_Row] = []
         for one in logprobs:
             # Tokens within a character begin where it does.
-            offsets.append(len(stream.text))
+            rows.append((one.token, one, begin + len(stream.text)))
             stream.push(one.token)
+        return rows
+
+    def _logprobs(self, rows: Sequence[_Row]) -> dict[str, Any]:
         return {
-            "tokens": [self._spelled(one.token) for one in logprobs],
-            "token_logprobs": [finite(one.logprob) for one in logprobs],
-            "top_logprobs": [self._top(one) for one in logprobs],
-            "text_offset": offsets,
+            "tokens": as_array(self._spelled(token) for token, _, _ in rows),
+            "token_logprobs": as_array(None if one is None else finite(one.logprob) for _, one, _ in rows),
+            "top_logprobs": as_array(None if one is None else self._top(one) for _, one, _ in rows),
+            "text_offset": as_array(offset for _, _, offset in rows),
         }
 
     def _top(self, one: TokenLogprobs) -> dict[str, float]:
-        """The most likely ones by their texts, and the one that was chosen."""
+        """The most likely ones by their texts, and the one that stands there."""
         found: dict[str, float] = {}
-        for token, logprob in (*one.top, (one.token, one.logprob)):
+        for token, logprob in (*one.top[: self.body.logprobs], (one.token, one.logprob)):
             # Of tokens with the same text the most likely one.
             found.setdefault(self._spelled(token), finite(logprob))
         return found

@@ -126,6 +126,13 @@ def _line(content: object) -> bytes:
     return b"data: " + orjson.dumps(content) + b"\n\n"
 
 
+async def _lines(job: TextJob, choice: int, event: Event) -> list[bytes]:
+    def work() -> list[bytes]:
+        return [_line(chunk) for chunk in job.chunks(choice, event)]
+
+    return await job.server.encoders.run(work) if job.has_prologue(choice) else work()
+
+
 async def _stream(
     job: TextJob, first: tuple[int, Event], events: AsyncGenerator[tuple[int, Event], None]
 ) -> AsyncIterator[bytes]:
@@ -133,13 +140,13 @@ async def _stream(
     try:
         for chunk in job.opening():
             yield _line(chunk)
-        for chunk in job.chunks(*first):
-            yield _line(chunk)
+        for line in await _lines(job, *first):
+            yield line
         if first[1].final is not None:
             done[first[0]] = first[1].final
         async for choice, event in events:
-            for chunk in job.chunks(choice, event):
-                yield _line(chunk)
+            for line in await _lines(job, choice, event):
+                yield line
             if event.final is not None:
                 done[choice] = event.final
         if job.wants_usage:

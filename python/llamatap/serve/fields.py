@@ -8,13 +8,33 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-__all__ = ["Body", "Ids", "Prompts", "Texts"]
+__all__ = ["Biases", "Body", "Ids", "Prompts", "Texts"]
 
 Ids: TypeAlias = Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(fail_fast=True)]
 Texts: TypeAlias = Annotated[list[str], Field(fail_fast=True)]
+
+_MOST_BIASES = 1024
+
+
+def _few(value: Any) -> Any:
+    # Of objects all mistakes are found, not the first one.
+    if isinstance(value, dict) and len(value) > _MOST_BIASES:
+        raise PydanticCustomError("too_many", f"more than {_MOST_BIASES} tokens")
+    return value
+
+
+#: By token id, which is a string of digits as keys of JSON are: what is added to its logit.
+Biases: TypeAlias = Annotated[
+    dict[
+        Annotated[str, Field(pattern=r"^[0-9]{1,9}$")],
+        Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)],
+    ],
+    Field(max_length=_MOST_BIASES),
+    BeforeValidator(_few),
+]
 
 
 def _kind(value: Any) -> str | None:

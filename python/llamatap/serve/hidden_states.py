@@ -79,6 +79,7 @@ class HiddenStatesRequest(Body):
     )
     return_attention_mask: bool = Field(False, description="ones, for all rows are of real tokens")
     return_tokens: bool = Field(False, description="the ids and texts of the rows' tokens, too")
+    user: str | None = Field(None, description="changes nothing")
 
 
 class HiddenStates(BaseModel):

@@ -1,7 +1,7 @@
 """Requests of OpenAI's API for completions, as far as they are served, and what goes beyond it.
 
-https://platform.openai.com/docs/api-reference; ``return_token_ids``, ``add_generation_prompt`` and
-``continue_final_message`` are vLLM's, ``return_hidden_states`` is SGLang's.
+https://platform.openai.com/docs/api-reference; ``return_token_ids``, ``prompt_logprobs``,
+``add_generation_prompt`` and ``continue_final_message`` are vLLM's, ``return_hidden_states`` is SGLang's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJson
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from llamatap.serve.fields import Body, Ids, Prompts
+from llamatap.serve.fields import Biases, Body, Ids, Prompts
 
 __all__ = ["ChatRequest", "CompletionRequest", "ModelCard", "ModelList", "Sampling"]
 
@@ -63,6 +63,9 @@ class Sampling(Body):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
+    logit_bias: Biases | None = Field(
+        None, description="by token id, -100..100: added to its logit before all else"
+    )
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="of the random numbers")
     stop: str | Annotated[list[str], Field(fail_fast=True, max_length=16)] | None = Field(
         None, description="strings that end the text, and are not part of it"
@@ -70,6 +73,9 @@ class Sampling(Body):
     stop_token_ids: Annotated[Ids, Field(max_length=256)] | None = None
     ignore_eos: bool | None = None
     n: int | None = Field(None, ge=1, le=16, description="texts for each prompt")
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=20, description="of so many likely tokens at each place of the prompt; without stream"
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = Field(None, description="ids of the prompt and the text, too")
@@ -88,14 +94,11 @@ class Sampling(Body):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    logit_bias: Annotated[Any, Unserved({})] = None
     include_stop_str_in_output: Annotated[Any, Unserved(False)] = None
     min_tokens: Annotated[Any, Unserved(0)] = None
-    prompt_logprobs: Annotated[Any, Unserved()] = None
     response_format: Annotated[Any, Unserved({"type": "text"})] = None
     skip_special_tokens: Annotated[Any, Unserved(True)] = None
     spaces_between_special_tokens: Annotated[Any, Unserved(True)] = None
-    echo: Annotated[Any, Unserved(False)] = None
     allowed_token_ids: Annotated[Any, Unserved()] = None
     bad_words: Annotated[Any, Unserved([])] = None
     length_penalty: Annotated[Any, Unserved(1, 1.0)] = None
@@ -109,7 +112,11 @@ class CompletionRequest(Sampling):
     """Continue prompts."""
 
     prompt: Prompts = Field(description="text, token ids, or a list of either")
+    max_tokens: int | None = Field(
+        None, ge=0, le=2**31 - 1, description="default 16; 0 only with echo or prompt_logprobs"
+    )
     logprobs: int | None = Field(None, ge=0, le=20, description="of so many likely tokens at each place")
+    echo: bool | None = Field(None, description="begin with the prompt; its logprobs too, where asked for")
     best_of: int | None = Field(None, ge=1, description="1, or as n: no other texts are generated")
     suffix: Annotated[Any, Unserved("")] = None
     add_special_tokens: Annotated[Any, Unserved(True)] = None
@@ -138,6 +145,7 @@ class ChatRequest(Sampling):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the template")
     add_special_tokens: Annotated[Any, Unserved(False)] = None
+    echo: Annotated[Any, Unserved(False)] = None
     audio: Annotated[Any, Unserved()] = None
     function_call: Annotated[Any, Unserved("none", "auto")] = None
     functions: Annotated[Any, Unserved([])] = None

@@ -90,6 +90,8 @@ class ServerOptions:
     :ivar max_inputs: prompts of one request.
     :ivar verifier: where completions leave files of states; None: they leave none.
     :ivar presets: TOML files of further presets.
+    :ivar cors: origins ("https://example.org") whose pages may read from this server in a browser, or "*" for
+        all; none unless they are given.
     """
 
     api_key: str | None = None
@@ -102,6 +104,7 @@ class ServerOptions:
     max_inputs: int = 256
     verifier: VerifierOptions | None = None
     presets: tuple[Path, ...] = ()
+    cors: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -111,3 +114,28 @@ class ServerOptions:
             raise InvalidInputError(
                 "an API key is of printable ASCII characters without blanks, one at least"
             )
+        object.__setattr__(self, "cors", tuple(map(_origin, self.cors)))
+
+
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?/?")
+
+# What browsers leave out.
+_DEFAULT_PORTS = {"http": "80", "https": "443"}
+
+
+def _origin(given: str) -> str:
+    """An origin as browsers write it; others would never match.
+
+    :raises InvalidInputError: it is none.
+    """
+    if given == "*":
+        return given
+    found = _ORIGIN.fullmatch(given.lower())
+    if found is None:
+        raise InvalidInputError(
+            "an origin is SCHEME://HOST or SCHEME://HOST:PORT, such as https://example.org, without a path "
+            f"or a pattern; or * for all; found {given!r}"
+        )
+    scheme, host, port = found.groups()
+    end = "" if port in (None, _DEFAULT_PORTS.get(scheme)) else f":{port}"
+    return f"{scheme}://{host}{end}"

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +24,7 @@ from llamatap._metadata import to_metadata
 __all__ = [
     "Encoding",
     "PiecewiseResponse",
+    "as_array",
     "as_base64",
     "as_lists",
     "as_safetensors",
@@ -37,6 +39,9 @@ _SENT_BYTES = 2**18
 
 # After which a client that takes nothing any more is given up.
 _PATIENCE_SECONDS = 60.0
+
+# Of a list that is encoded in pieces.
+_PIECE_ITEMS = 256
 
 # Divisible by 3, so that the pieces of base64 join without padding between them.
 _PIECE = 3 * 2**16
@@ -64,6 +69,14 @@ def as_lists(array: NDArray[Any]) -> list[bytes]:
         pieces += (row, b",")
     pieces[-1 if len(pieces) > 1 else len(pieces) :] = [b"]"]
     return pieces
+
+
+def as_array(items: Iterable[Any]) -> orjson.Fragment:
+    """A list as JSON, encoded in pieces."""
+    left, pieces = iter(items), []
+    while piece := list(itertools.islice(left, _PIECE_ITEMS)):
+        pieces.append(orjson.dumps(piece)[1:-1])
+    return orjson.Fragment(b"[" + b",".join(pieces) + b"]")
 
 
 def as_base64(array: NDArray[Any]) -> list[bytes]:

@@ -53,11 +53,15 @@ class Server:
         self.encoders = Threads(2**31)
         self.budget = Budget(options.max_pending_bytes, options.max_queue)
 
-    def worker(self, model: str) -> ModelWorker:
-        """The model of a name.
+    def worker(self, model: str | None) -> ModelWorker:
+        """The model of a name; None for the only one.
 
-        :raises ApiError: there is none.
+        :raises ApiError: there is none, or there are several.
         """
+        if model is None:
+            if len(self.workers) > 1:
+                raise ApiError.invalid(f"model is missing: one of {', '.join(self.workers)}", "missing_field")
+            (model,) = self.workers
         try:
             return self.workers[model]
         except KeyError:
@@ -73,13 +77,21 @@ class Server:
 
         :raises InvalidInputError: it is empty, or longer than any that the server takes.
         """
+        if isinstance(prompt, str):
+            self.check_text(prompt)
+        return prompt_tokens(model, prompt, None)
+
+    def check_text(self, prompt: str) -> None:
+        """Whether a text may be tokenised.
+
+        :raises InvalidInputError: it is longer than any prompt that the server takes.
+        """
         most = max(_MOST_CHARACTERS * self.options.max_length, _FEWEST_CHARACTERS)
-        if isinstance(prompt, str) and len(prompt) > most:
+        if len(prompt) > most:
             raise InvalidInputError(
                 f"the text has {len(prompt)} characters; this server takes prompts of "
                 f"{self.options.max_length} tokens, and tokenises {most} characters at most"
             )
-        return prompt_tokens(model, prompt, None)
 
     def preset(self, name: str) -> Preset:
         """The preset of a name: one that the server knows, for a request must not name files.

@@ -21,11 +21,15 @@ from llamatap.generation import Event, Generation, TokenLogprobs
 from llamatap.layers import LayerId
 from llamatap.serve.errors import ApiError
 from llamatap.serve.openai_schema import Sampling
-from llamatap.serve.payload import as_lists, bytes_of
+from llamatap.serve.payload import as_array, as_lists, bytes_of
 from llamatap.serve.state import Server
 from llamatap.serve.worker import ModelWorker
 
 __all__ = ["TextJob", "finite"]
+
+# Of a token among the log-probabilities of a prompt, from its computation until it is sent: itself, its text,
+# and the JSON of both.
+_LOGPROB_BYTES = 400
 
 _FINISH = {"stop": "stop", "length": "length", "context": "length", "cancelled": "length"}
 
@@ -39,6 +43,8 @@ class TextJob(ABC):
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
     prefix: ClassVar[str]
+    #: Whether it has ``prompt_logprobs`` in each choice, as vLLM does of completions, or once.
+    scores_choices: ClassVar[bool]
 
     def __init__(self, server: Server, worker: ModelWorker, body: Sampling) -> None:
         self.server = server
@@ -48,6 +54,8 @@ class TextJob(ABC):
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.n = body.n or 1
+        #: What the request gave, and its tokens; after :meth:`prepare`.
+        self.given: list[str | Sequence[int]] = []
         self.prompts: list[NDArray[np.int32]] = []
         self.layer: LayerId | None = None
         self.verifier_layers: tuple[LayerId, ...] = ()
@@ -55,6 +63,11 @@ class TextJob(ABC):
         self.n_bytes = 0
         if body.stream_options is not None and not body.stream:
             raise ApiError.invalid("stream_options is of stream, which is not asked for")
+        if body.prompt_logprobs is not None and body.stream:
+            raise ApiError.invalid(
+                "prompt_logprobs does not go with stream: ask without stream, or with echo and logprobs",
+                "unsupported_combination",
+            )
         if body.return_hidden_states:
             if body.stream:
                 raise ApiError.invalid(
@@ -75,6 +88,11 @@ class TextJob(ABC):
     @abstractmethod
     def n_logprobs(self) -> int | None:
         """How many of the most likely tokens to report."""
+
+    @property
+    def n_prompt_logprobs(self) -> int | None:
+        """The same at the prompt's tokens."""
+        return self.body.prompt_logprobs
 
     @property
     @abstractmethod
@@ -98,14 +116,15 @@ class TextJob(ABC):
 
         :raises InvalidInputError: a prompt is wrong.
         """
-        inputs = self.inputs()
+        self.given = inputs = self.inputs()
         if len(inputs) * self.n > self.server.options.max_inputs:
             raise ApiError.invalid(
                 f"{len(inputs) * self.n} texts; this server gives {self.server.options.max_inputs} in a "
                 "response",
                 "too_many_inputs",
             )
-        if self.n_logprobs is not None or self.body.stop is not None:
+        n_scored = self.n_prompt_logprobs
+        if self.n_logprobs is not None or n_scored is not None or self.body.stop is not None:
             # Raises where the model has no tokenizer, and so no texts to look for or to show.
             self.model.token_bytes(0)
         self.prompts = [self.server.tokens(self.model, one) for one in inputs]
@@ -115,6 +134,8 @@ class TextJob(ABC):
                 raise ContextFullError(
                     f"the prompt has {len(prompt)} tokens; {self.worker.name} takes texts of {most} at most"
                 )
+        if n_scored is not None:
+            self.n_bytes += sum(map(len, self.prompts)) * self.n * (n_scored + 1) * _LOGPROB_BYTES
         if self.body.return_hidden_states:
             (found,) = layer_ids.translate(
                 [-1 if self.body.layer is None else self.body.layer],
@@ -152,9 +173,11 @@ class TextJob(ABC):
         share = self.worker.text_room
         shares = (len(prompt) + share // 4) // share + 1
         most = self.worker.text_limit
-        wanted = self.max_tokens or min(shares * share, most) - len(prompt)
+        wanted = self.max_tokens
+        if wanted is None:
+            wanted = max(min(shares * share, most) - len(prompt), 1)
         # The last token needs no place.
-        return max(min(wanted, most + 1 - len(prompt)), 1)
+        return min(wanted, most + 1 - len(prompt))
 
     def _options(self, prompt: NDArray[np.int32], number: int) -> GenerateOptions:
         body = self.body
@@ -172,7 +195,10 @@ class TextJob(ABC):
             "stop_tokens": body.stop_token_ids or (),
             "ignore_eos": bool(body.ignore_eos),
             "logprobs": self.n_logprobs,
+            "prompt_logprobs": self.n_prompt_logprobs,
         }
+        if body.logit_bias:
+            options["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
         if body.seed is not None:
             options["seed"] = (body.seed + number * 0x9E3779B1) % (2**32 - 1)
         layers: tuple[LayerId, ...] = self.verifier_layers
@@ -210,9 +236,17 @@ class TextJob(ABC):
         """Further fields of the whole answer, and of its first chunk."""
         return {}
 
+    def has_prologue(self, index: int) -> bool:
+        """Whether the next chunks of a text begin with its prompt, which is long work."""
+        return False
+
+    def prologue(self, index: int, event: Event) -> list[dict[str, Any]]:
+        """Choices of the chunks that come before a text's own."""
+        return []
+
     def chunks(self, index: int, event: Event) -> list[dict[str, Any]]:
         """The chunks of an event."""
-        found = []
+        found = self.prologue(index, event)
         has_token = event.token >= 0
         ids = {"token_ids": [event.token] if has_token else []} if self.body.return_token_ids else {}
         if event.text or (has_token and (ids or event.logprobs is not None)):
@@ -254,14 +288,37 @@ class TextJob(ABC):
                 choice["token_ids"] = found.tokens.tolist()
             if self.body.return_hidden_states:
                 choice["hidden_states"] = self._hidden_states(found)
+            if self.body.prompt_logprobs is not None and self.scores_choices:
+                choice["prompt_logprobs"] = self._prompt_logprobs(found)
             choices.append(choice)
         content = self.frame(choices, whole=True) | {"usage": self.usage(done)}
         content |= self.besides()
+        if self.body.prompt_logprobs is not None and not self.scores_choices:
+            content["prompt_logprobs"] = self._prompt_logprobs(done[0])
         if self.layer is not None:
             content |= self._about_states(done[0])
         if self.verifier_layers:
             content["kv_transfer_params"] = {"hidden_states_path": self._leave_file(done[0])}
         return Response(orjson.dumps(content), media_type="application/json")
+
+    def _prompt_logprobs(self, found: Generation) -> orjson.Fragment:
+        """As vLLM gives them: by token id, the prompt's own token first."""
+        assert found.prompt_logprobs is not None
+        return as_array(map(self._candidates, found.prompt_logprobs))
+
+    def _candidates(self, one: TokenLogprobs | None) -> dict[str, Any] | None:
+        if one is None:
+            return None
+        ranks = {token: rank for rank, (token, _) in enumerate(one.top, 1)}
+        found = dict(((one.token, one.logprob), *one.top[: self.body.prompt_logprobs]))
+        return {
+            str(token): {
+                "logprob": finite(logprob),
+                "rank": ranks.get(token),
+                "decoded_token": self.model.token_bytes(token).decode(errors="replace"),
+            }
+            for token, logprob in found.items()
+        }
 
     def _about_states(self, found: Generation) -> dict[str, Any]:
         """What the rows of ``hidden_states`` are, as ``/v1/hidden_states`` says it."""

@@ -1,0 +1,43 @@
+"""Log-probabilities of tokens, from the target's logits as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamatap._native import _core
+from llamatap.context import Context
+from llamatap.generation import TokenLogprobs
+
+__all__ = ["at_outputs", "of_logits"]
+
+
+def at_outputs(context: Context, first_row: int, tokens: Sequence[int], n_top: int) -> list[TokenLogprobs]:
+    """Of each token in turn, at the outputs ``first_row``, ``first_row + 1``, ... of the last batch.
+
+    :param n_top: how many of the most likely tokens to give, too; of all, where that is more.
+    :raises NotFiniteError: the logits hold NaN or infinity.
+    """
+    ids = np.array(tokens, np.int32)
+    return _entries(ids.tolist(), *_core.logprobs(context.native, first_row, ids, n_top))
+
+
+def of_logits(logits: NDArray[np.float32], token: int, n_top: int) -> TokenLogprobs:
+    """The same of float32 ``(n_vocab,)`` logits."""
+    (found,) = _entries([token], *_core.logprobs_of(logits, token, n_top))
+    return found
+
+
+def _entries(
+    tokens: list[int],
+    chosen: NDArray[np.float64],
+    top: NDArray[np.int32],
+    top_logprobs: NDArray[np.float64],
+) -> list[TokenLogprobs]:
+    rows = zip(tokens, chosen.tolist(), top.tolist(), top_logprobs.tolist(), strict=True)
+    return [
+        TokenLogprobs(token, logprob, tuple(zip(ids, values, strict=True)))
+        for token, logprob, ids, values in rows
+    ]
