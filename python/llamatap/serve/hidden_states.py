@@ -206,8 +206,6 @@ class _Work:
         body, model = self.body, self.model
         if body.layer is not None and body.layers is not None:
             raise ApiError.invalid("give layer or layers, not both")
-        # Raises where a model carries no single residual stream.
-        layer_map = model.layer_map
         if self.preset is not None:
             return layer_ids.normalize(self.preset.layer_ids(model), model.n_layer)
         wanted = body.layers if body.layers is not None else [-2 if body.layer is None else body.layer]
@@ -215,9 +213,7 @@ class _Work:
             raise ApiError.invalid(
                 f"{len(wanted)} layers; {self.worker.name} has {model.n_layer + 1}, of which {most} are given"
             )
-        found = layer_ids.translate(
-            wanted, source="transformers", n_layer=model.n_layer, final_norm=layer_map.has_norm
-        )
+        found = layer_ids.translate_for(model, wanted, source="transformers")
         return layer_ids.normalize(found, model.n_layer)
 
     def _add(self, server: Server, one: str | NDArray[np.int32]) -> None:
@@ -270,12 +266,7 @@ class _Work:
             return body.layers
         if self.preset is None:
             return [-2 if body.layer is None else body.layer]
-        found = layer_ids.translate(
-            self.layers,
-            target="transformers",
-            n_layer=self.model.n_layer,
-            final_norm=self.model.layer_map.has_norm,
-        )
+        found = layer_ids.translate_for(self.model, self.layers, target="transformers")
         return [int(layer) for layer in found]
 
     @property

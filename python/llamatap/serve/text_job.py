@@ -116,11 +116,8 @@ class TextJob(ABC):
                     f"the prompt has {len(prompt)} tokens; {self.worker.name} takes texts of {most} at most"
                 )
         if self.body.return_hidden_states:
-            (found,) = layer_ids.translate(
-                [-1 if self.body.layer is None else self.body.layer],
-                source="transformers",
-                n_layer=self.model.n_layer,
-                final_norm=self.model.layer_map.has_norm,
+            (found,) = layer_ids.translate_for(
+                self.model, [-1 if self.body.layer is None else self.body.layer], source="transformers"
             )
             (self.layer,) = layer_ids.normalize(found, self.model.n_layer)
             rows = sum(len(one) + self._most_tokens(one) for one in self.prompts)
