@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from llamatap import layers as layer_ids
-from llamatap._prompts import bounds
+from llamatap._prompts import bounds, cut
 from llamatap.errors import ContextFullError, InvalidInputError, UnsupportedError
 from llamatap.layers import LayerId
 from llamatap.presets import Preset
@@ -218,7 +218,7 @@ class _Work:
 
     def _add(self, server: Server, one: str | NDArray[np.int32]) -> None:
         whole = server.tokens(self.model, one)
-        tokens = whole[: self.max_length]
+        tokens = cut(self.model, one, whole, self.max_length)
         limit = self.worker.longest
         if len(tokens) > limit > 0:
             raise ContextFullError(
