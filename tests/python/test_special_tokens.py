@@ -105,7 +105,8 @@ def test_a_text_that_is_cut_keeps_the_eos_that_is_added(model: lt.Model, path: P
     with lt.Extractor(model, **EXACT) as extractor:
 
         def cut(prompt: str | list[int], most: int) -> list[int]:
-            return extractor(prompt, [-1], max_length=most).tokens.tolist()
+            tokens: list[int] = extractor(prompt, [-1], max_length=most).tokens.tolist()
+            return tokens
 
         whole = framed("abcdefgh", adds)
         for most in range(1, len(whole) + 2):
