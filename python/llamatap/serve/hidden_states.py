@@ -63,8 +63,8 @@ class HiddenStatesRequest(Body):
     )
     layer: int | None = Field(
         None,
-        description="as transformers counts the hidden_states of the model's architecture: k enters block k, n "
-        "(or -1) is the last, normed (of Mamba, Mamba 2 and RWKV-6, k leaves block k); default -2",
+        description="as transformers counts the hidden_states of the model's architecture: k enters block k, "
+        "n (or -1) is the last, normed (of Mamba, Mamba 2 and RWKV-6, k leaves block k); default -2",
     )
     layers: Annotated[list[int], Field(fail_fast=True, max_length=4096)] | None = Field(
         None, description="several: the result is [seq_len, n_layers, hidden_dim]"
