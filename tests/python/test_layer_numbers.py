@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from conftest import EXACT, relative
 from numpy.typing import NDArray
+from safetensors.numpy import load
 from serving import running, tiny_options
 from tinies import Tiny, decoders, mambas
 from tinies.files import FILES
@@ -20,6 +21,7 @@ from llamatap import dataset
 from llamatap.__main__ import main
 from llamatap.layers import LayerId, translate, translate_for
 from llamatap.presets import load_preset
+from llamatap.serve import ServerOptions
 
 DATA = Path(__file__).parent.parent / "data"
 NUMBERS: dict[str, dict[str, Any]] = json.loads((DATA / "layer_numbers.json").read_text())
@@ -180,6 +182,35 @@ def test_every_way_in_counts_by_architecture(
         assert "is not in -4..3" in server.error(
             "/v1/hidden_states", 400, "invalid_request_error", model="tiny", input=tokens, layer=n + 1
         )
+
+
+@pytest.mark.parametrize("encoding", ["float", "safetensors"])
+@pytest.mark.parametrize("layers", ["[-1]", "[-1, 2]"])
+def test_a_presets_layer_without_a_number_of_transformers(
+    tiny_path: Path, tiny_model: lt.Model, tmp_path: Path, layers: str, encoding: str
+) -> None:
+    """H_n of Llama: the server gives it all the same, and no number of it."""
+    (tmp_path / "mine.toml").write_text(
+        f'name = "mine"\n[prompt]\ntemplate = "{{{{ prompt }}}}"\n'
+        f'[states]\nconvention = "llamatap"\nlayers = {layers}\n'
+    )
+    options = ServerOptions(presets=(tmp_path / "mine.toml",))
+    body = {"model": "tiny", "prompt": "abc", "preset": "mine", "encoding_format": encoding}
+    with running([tiny_options(tiny_path)], options) as server:
+        response = server.client.post("/v1/hidden_states", json=body)
+    assert response.status_code == 200, response.text
+    n = tiny_model.n_layer
+    if encoding == "safetensors":
+        states = load(response.content)["hidden_states"]
+    else:
+        answer = response.json()
+        states = np.array(answer["hidden_states"], np.float32)
+        assert answer["provenance"]["layers"] == ([n] if layers == "[-1]" else [n, 2])
+        number = {"layer": None} if layers == "[-1]" else {"layers": [None, 2]}
+        assert number.items() <= answer.items()
+    with lt.Extractor(tiny_model, **EXACT) as extractor:
+        expected = extractor("abc", [n] if layers == "[-1]" else [n, 2]).array
+    assert relative(states.reshape(expected.shape), expected) < 1e-5
 
 
 def test_last_entry_of_encoders(tmp_path: Path) -> None:

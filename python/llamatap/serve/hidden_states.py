@@ -104,7 +104,7 @@ class _About(BaseModel):
 
     model: str
     layer: int | None = None
-    layers: list[int] | None = None
+    layers: list[int | None] | None = None
     dtype: str
     encoding_format: str | None = None
     pooling: str | None = None
@@ -259,15 +259,24 @@ class _Work:
                 "for fewer tokens or layers, or for float16",
             )
 
-    def _numbers(self) -> list[int]:
-        """The layers as transformers counts them: those asked for as they were asked for."""
+    def _numbers(self) -> Sequence[int | None]:
+        """The layers as transformers counts them: those asked for as they were asked for.
+
+        None for what a preset takes and transformers has no number for, such as H_n of Llama.
+        """
         body = self.body
         if body.layers is not None:
             return body.layers
         if self.preset is None:
             return [-2 if body.layer is None else body.layer]
-        found = layer_ids.translate_for(self.model, self.layers, target="transformers")
-        return [int(layer) for layer in found]
+        found: list[int | None] = []
+        for layer in self.layers:
+            try:
+                (number,) = layer_ids.translate_for(self.model, [layer], target="transformers")
+                found.append(int(number))
+            except InvalidInputError:
+                found.append(None)
+        return found
 
     @property
     def _is_flat(self) -> bool:
