@@ -269,14 +269,14 @@ class _Work:
             return body.layers
         if self.preset is None:
             return [-2 if body.layer is None else body.layer]
-        found: list[int | None] = []
-        for layer in self.layers:
-            try:
-                (number,) = layer_ids.translate_for(self.model, [layer], target="transformers")
-                found.append(int(number))
-            except InvalidInputError:
-                found.append(None)
-        return found
+        return [self._number(layer) for layer in self.layers]
+
+    def _number(self, layer: LayerId) -> int | None:
+        try:
+            (number,) = layer_ids.translate_for(self.model, [layer], target="transformers")
+        except InvalidInputError:
+            return None
+        return int(number)
 
     @property
     def _is_flat(self) -> bool:
