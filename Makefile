@@ -198,6 +198,8 @@ golden: $(VENV)/.installed .venv-golden/.installed
 	$(BIN)/python vendor/fetch.py --set peers
 	$(PEER) tests/golden/make_smollm2.py "$$($(BIN)/llamatap fetch smollm2)" tests/data/smollm2_golden.npz
 	$(PEER) tests/golden/make_z_image.py vendor/llama.cpp/models tests/data/z_image_golden.npz
+	$(PEER) tests/golden/make_layer_numbers.py tests/data/layer_numbers.json
+	$(PEER) tests/golden/make_states.py tests/data/states_golden.npz
 
 # The engine's quantiser, which makes files of other types.
 QUANTIZE := build/fidelity/quantize

@@ -20,6 +20,8 @@ import architectures  # noqa: E402
 from tinies.files import FILES  # noqa: E402
 
 TABLE = ROOT / "docs" / "architectures.md"
+#: What entries of transformers' hidden_states are, by its version and class.
+NUMBERS = ROOT / "tests" / "data" / "layer_numbers.json"
 
 HEAD = """# Architectures
 
@@ -33,7 +35,8 @@ weights in block i change `H_{i+1}` and, to the bit, none of `H_0`..`H_i`; and t
 from the file's embeddings, norm(`H_n`) from `H_n`, and the logits from norm(`H_n`). *Nodes* are the
 engine's own names for `H_0`, `H_1` and `H_n`, by operation where they have none. *Empty block* tells
 whether a block whose weights are all zero hands its input on unchanged, to the bit: the state is then
-the residual stream itself, neither normed nor scaled.
+the residual stream itself, neither normed nor scaled. *transformers* tells which states its `hidden_states`
+are, seen with hooks on its blocks (tests/golden/make_layer_numbers.py); empty where no such class was run.
 
 ## Files of the engine's writer
 
@@ -49,19 +52,24 @@ with NumPy. What cannot give states must say so and never abort.
 
 """
 
-COLUMNS = """| arch | ok | nodes | `H_0` | empty block | final norm | head | remark |
-| --- | --- | --- | --- | --- | --- | --- | --- |
+COLUMNS = """| arch | ok | nodes | `H_0` | empty block | final norm | head | transformers | remark |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 
 POST_NORM = "post-norm: `H_i` is normed, and nothing is normed after the last block"
 SEVERAL = "the engine mixes up several sequences: one at a time"
 
 REMARKS = {
+    "afmoe": "the engine always scales the embedding; transformers does with `mup_enabled`, which its "
+    "AfmoeConfig leaves off: without it all states differ, with it they are the same",
     "arwkv7": SEVERAL,
     "bert": POST_NORM,
     "chameleon": "the engine hides image tokens in the first row of logits only",
     "dream": "no causal attention: a prompt is computed at once",
     "gemma4": "a block may end in a scale of the stream",
+    "granitehybrid": "Bamba's converted files are wrong, not the engine: llama.cpp's converter reorders the "
+    "rows of q and k over whole heads, of which half turns, and has all of each turn where config.json lacks "
+    "`attn_rotary_emb`, as transformers writes it. A file written right gives transformers' states",
     "graniteswitch": "of tokens only: the engine aborts on embeddings in their place",
     "hrm_text": "the same blocks run several times; each run has a layer id",
     "jina-bert-v2": POST_NORM,
@@ -79,26 +87,46 @@ REMARKS = {
 }
 
 
+def numbers() -> dict[str, str]:
+    """By architecture: the entries of transformers' hidden_states."""
+    versions = json.loads(NUMBERS.read_text())
+    newest = max(versions, key=lambda version: [int(part) for part in version.split(".")])
+    found: dict[str, set[str]] = {}
+    for entry in versions[newest].values():
+        entries, n_layer = entry["entries"], entry["n_layer"]
+        if "other" in entries:
+            text = "`H_0`, and norm at the end; between them what leaves blocks"
+        else:
+            last = [] if entries[-1] != "norm" else [entries[-1]]
+            end = entries[-1 - len(last)].replace(str(n_layer), "n").replace(str(n_layer - 1), "{n-1}")
+            text = ", ".join([f"`{entries[0]}`..`{end}`", *last])
+        found.setdefault(entry["arch"], set()).add(text)
+    return {arch: "; ".join(sorted(texts)) for arch, texts in found.items()}
+
+
 def rows(snapshot: dict[str, Any], names: list[str]) -> str:
     lines = []
+    numbered = numbers()
     for name in names:
         found = snapshot[name]
         kind = " (MoE)" if name.endswith("-moe") and name.removesuffix("-moe") + "-dense" in snapshot else ""
         if "not loaded" in found:
-            lines.append(f"| {name} | ModelLoadError | | | | | | {found['not loaded']} |")
+            lines.append(f"| {name} | ModelLoadError | | | | | | | {found['not loaded']} |")
             continue
         arch = found["unsupported"].split(": ", 1)[0] if "unsupported" in found else found["arch"]
         if name in FILES and name != arch:
             kind = f" ({name.removeprefix(arch + '-')})"
         if "unsupported" in found:
             reason = found["unsupported"].split(": ", 1)[1]
-            lines.append(f"| {arch}{kind} | UnsupportedError | | | | | | {reason} |")
+            lines.append(
+                f"| {arch}{kind} | UnsupportedError | | | | | | {numbered.get(arch, '')} | {reason} |"
+            )
             continue
         nodes = ", ".join((found["nodes"][0], found["nodes"][1], found["nodes"][-2]))
         lines.append(
             f"| {arch}{kind} | ok | {nodes} | {found['first']} | "
             f"{'unchanged' if found['residual'] else '-'} | {found['norm']} | {found['head']} | "
-            f"{REMARKS.get(found['arch'], '')} |"
+            f"{numbered.get(found['arch'], '')} | {REMARKS.get(found['arch'], '')} |"
         )
     return COLUMNS + "\n".join(lines) + "\n"
 

@@ -120,9 +120,23 @@ MUTATIONS = [
     Mutation(
         "a text that brings its BOS gets another",
         "python/llamatap/model.py",
-        "tokens = tokens[1:].copy()",
-        "pass",
+        "tokens = tokens[1:]\n",
+        "pass\n",
         "tests/python/test_model.py",
+    ),
+    Mutation(
+        "a text that brings its EOS gets another",
+        "python/llamatap/model.py",
+        "tokens = tokens[:-1]\n",
+        "pass\n",
+        "tests/python/test_special_tokens.py",
+    ),
+    Mutation(
+        "transformers counts Mamba's states as Llama's",
+        "python/llamatap/layers.py",
+        '"mamba2": _AFTER_BLOCKS,',
+        '"not mamba2": _AFTER_BLOCKS,',
+        "tests/python/test_layer_numbers.py",
     ),
     Mutation(
         "infinity is taken for a number",

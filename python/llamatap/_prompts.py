@@ -16,6 +16,7 @@ __all__ = [
     "Input",
     "Window",
     "bounds",
+    "cut",
     "cut_prompt",
     "is_single",
     "out_array",
@@ -60,12 +61,15 @@ def is_single(inputs: object, name: str = "inputs") -> bool:
 
 
 def prompt_tokens(model: Model, prompt: Input, max_length: int | None) -> NDArray[np.int32]:
-    """The token ids of a prompt: a read-only copy, for the caller's array may change."""
+    """The token ids of a prompt: a read-only copy, for the caller's array may change.
+
+    :param max_length: the most tokens; see :func:`cut`.
+    """
     return cut_prompt(model, prompt, max_length)[0]
 
 
 def cut_prompt(model: Model, prompt: Input, max_length: int | None) -> tuple[NDArray[np.int32], int]:
-    """The first token ids of a prompt, as :func:`prompt_tokens` gives them, and how many it has in all."""
+    """The token ids of a prompt, as :func:`prompt_tokens` gives them, and how many it has uncut."""
     if not isinstance(prompt, (str, Sequence, np.ndarray)) or isinstance(prompt, (bytes, bytearray)):
         hint = "; .tolist() of a tensor gives a list" if hasattr(prompt, "tolist") else ""
         raise InvalidInputError(f"a prompt is a str or token ids, not {type(prompt).__name__}{hint}")
@@ -76,7 +80,7 @@ def cut_prompt(model: Model, prompt: Input, max_length: int | None) -> tuple[NDA
         raise InvalidInputError("the prompt is empty")
     tokens = model.tokenize(prompt) if isinstance(prompt, str) else token_array(prompt)
     n_prompt = len(tokens)
-    tokens = tokens[:max_length].copy()
+    tokens = cut(model, prompt, tokens, max_length).copy()
     if len(tokens) == 0:
         raise InvalidInputError("the prompt has no tokens")
     low, high = int(tokens.min()), int(tokens.max())
@@ -84,6 +88,20 @@ def cut_prompt(model: Model, prompt: Input, max_length: int | None) -> tuple[NDA
         raise InvalidInputError(f"token ids must be in 0..{model.n_vocab - 1}; found {low}..{high}")
     tokens.flags.writeable = False
     return tokens, n_prompt
+
+
+def cut(model: Model, prompt: Input, tokens: NDArray[np.int32], max_length: int | None) -> NDArray[np.int32]:
+    """The tokens of a prompt, at most `max_length`: cut on the right.
+
+    Of a text the end goes, and not the EOS (or SEP) that the tokenizer puts after it: models that were
+    trained with one are read from it.
+    """
+    if max_length is None or len(tokens) <= max_length or not isinstance(prompt, str):
+        return tokens[:max_length]
+    first, last = model.added_tokens
+    if last is None or tokens[-1] != last or max_length < (2 if first is None else 3):
+        return tokens[:max_length]
+    return np.append(tokens[: max_length - 1], tokens[-1:])
 
 
 def out_array(out: object, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:

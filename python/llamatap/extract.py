@@ -423,7 +423,8 @@ def extract(
         what they are in a post-norm encoder (BERT), which has no ``"norm"``.
     :param dtype: float32 (unless said here or given by ``out``), float16 or bfloat16; converted while
         copying, to nearest even.
-    :param max_length: cut prompts on the right to this many tokens.
+    :param max_length: cut prompts on the right to this many tokens. A text keeps the EOS that the tokenizer
+        adds.
     :param window: positions [start, stop) that are wanted, as of a slice; one, or one for each input.
         What lies outside takes no memory.
     :param pool: "mean", "last" or "max" over the window instead of a row a token; raw otherwise, and

@@ -11,12 +11,14 @@ output. They have no final norm, so asking for ``"norm"`` raises :class:`llamata
 last of transformers' ``hidden_states`` is H_n there.
 
 Other systems number differently, and a state of the wrong layer is still fluent. So ids of other systems
-are translated by the name of the system:
+are translated by the name of the system and, where it counts by that, of the architecture:
 
->>> translate([-2], source="transformers", n_layer=36)
+>>> translate([-2], source="transformers", n_layer=36, arch="qwen3")
 [35]
->>> translate([-1], source="transformers", n_layer=36)
+>>> translate([-1], source="transformers", n_layer=36, arch="qwen3")
 ['norm']
+>>> translate([-2], source="transformers", n_layer=36, arch="mamba")
+[36]
 >>> translate([1, 17, 32], source="specforge", n_layer=36)
 [2, 18, 33]
 
@@ -24,7 +26,9 @@ are translated by the name of the system:
 ``source`` / ``target``       its id k means          its last entry
 ============================  ======================  ==========================================
 ``llamatap``                  H_k                     k = n is H_n, pre-norm
-``transformers``              H_k for k < n           k = n is norm(H_n) in Llama-like models
+``transformers``              H_k for k < n           k = n is norm(H_n)
+- Mamba, Mamba 2, RWKV-6      H_{k+1} for k < n       k = n is norm(H_n)
+- BERT and its family         H_k                     k = n is H_n
 ``vllm``, ``speculators``     H_k                     k = n is H_n, pre-norm
 ``eagle3-gguf``               H_k                     ``eagle3.target_layers``: three ids
 ``sglang``, ``specforge``,    H_{k+1}                 k = n-1 is H_n; SpecForge's ``hidden_state``
@@ -34,6 +38,11 @@ are translated by the name of the system:
 ============================  ======================  ==========================================
 
 Negative ids count from the end in ``llamatap`` and ``transformers``, and are refused elsewhere.
+
+``transformers`` is its ``hidden_states[k]``, as version 5 counts. Some hundred of its model classes were run
+to see (tests/data/layer_numbers.json); the code that some checkpoints bring along (``trust_remote_code``) may
+count otherwise. Without an architecture, ids are counted as Llama counts: of a loaded model, pass
+``arch=model.arch``, or use :func:`translate_for`, which does.
 """
 
 from __future__ import annotations
@@ -41,9 +50,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, SupportsIndex
+from typing import TYPE_CHECKING, Literal, SupportsIndex
 
 from llamatap.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from llamatap.model import Model
 
 __all__ = [
     "CONVENTIONS",
@@ -53,6 +65,7 @@ __all__ = [
     "normalize",
     "slots",
     "translate",
+    "translate_for",
 ]
 
 #: A layer of llamatap's own numbering: 0..n, negative from the end, or "norm".
@@ -66,14 +79,28 @@ class Convention:
     name: str
     #: H of its id 0: 0 when its id k is H_k, 1 when it is H_{k+1}.
     offset: int
-    #: Whether its id n is norm(H_n) rather than H_n.
+    #: Whether its last entry is norm(H_n).
     last_is_norm: bool = False
     #: Whether negative ids count from the end.
     negative: bool = False
+    #: Whether H_n has an id.
+    has_last: bool = True
+    #: Ids whose entries may be no H_i of ours: the "first", or the "inner" ones, from there to the last.
+    unnamed: Literal["none", "first", "inner"] = "none"
+    #: What those entries are instead, for messages.
+    why: str = ""
+
+    def last_id(self, n_layer: int) -> int:
+        """Its largest id."""
+        return n_layer - self.offset - (not self.has_last) + self.last_is_norm
+
+    def without_norm(self) -> Convention:
+        """The same for a model without a final norm: its last entry is H_n."""
+        return replace(self, last_is_norm=False, has_last=True)
 
     def to_llamatap(self, layer: LayerId, n_layer: int) -> LayerId:
         """The llamatap id (0..n or "norm") of this system's id."""
-        last = n_layer - self.offset
+        last = self.last_id(n_layer)
         if isinstance(layer, str):
             if layer == "norm" and self.name == "llamatap":
                 return "norm"
@@ -89,8 +116,9 @@ class Convention:
             raise InvalidInputError(
                 f"layer id {layer} is not in {low}, the ids of {self.name} for a model of {n_layer} blocks"
             )
-        if self.last_is_norm and index == n_layer:
+        if self.last_is_norm and index == last:
             return "norm"
+        self._check_named(f"layer id {layer} of {self.name}", index, n_layer)
         return index + self.offset
 
     def from_llamatap(self, layer: LayerId, n_layer: int) -> LayerId:
@@ -99,22 +127,28 @@ class Convention:
             if self.name == "llamatap":
                 return "norm"
             if self.last_is_norm:
-                return n_layer
+                return self.last_id(n_layer)
             raise InvalidInputError(f"{self.name} has no id for norm(H_{n_layer})")
-        if self.last_is_norm and layer == n_layer:
+        if not self.has_last and layer == n_layer:
             raise InvalidInputError(
                 f"{self.name} has no id for H_{n_layer}: its last entry is norm(H_{n_layer})"
             )
         if layer < self.offset:
             raise InvalidInputError(f"{self.name} has no id for H_{layer}")
-        return layer - self.offset
+        index = layer - self.offset
+        self._check_named(f"H_{layer} in {self.name}", index, n_layer)
+        return index
+
+    def _check_named(self, what: str, index: int, n_layer: int) -> None:
+        if (self.unnamed == "first" and index == 0) or (self.unnamed == "inner" and index > 0):
+            raise InvalidInputError(f"{what} cannot be translated: {self.why}. Give an id of llamatap")
 
 
 CONVENTIONS: dict[str, Convention] = {
     convention.name: convention
     for convention in (
         Convention("llamatap", 0, negative=True),
-        Convention("transformers", 0, last_is_norm=True, negative=True),
+        Convention("transformers", 0, last_is_norm=True, negative=True, has_last=False),
         Convention("vllm", 0),
         Convention("speculators", 0),
         Convention("eagle3-gguf", 0),
@@ -125,6 +159,37 @@ CONVENTIONS: dict[str, Convention] = {
         Convention("dspark", 1),
         Convention("dflash-gguf", 0),
     )
+}
+
+_AFTER_BLOCKS = Convention("transformers", 1, last_is_norm=True, negative=True)
+_NO_FINAL_NORM = CONVENTIONS["transformers"].without_norm()
+
+#: How transformers counts the architectures (general.architecture of a file) that it does not count as Llama.
+_OF_TRANSFORMERS: dict[str, Convention] = {
+    # A state is appended after each block, none before the first.
+    "mamba": _AFTER_BLOCKS,
+    "mamba2": _AFTER_BLOCKS,
+    "rwkv6": _AFTER_BLOCKS,
+    # transformers' own names of what files call mamba, and of RWKV-4.
+    "falcon_mamba": _AFTER_BLOCKS,
+    "rwkv": _AFTER_BLOCKS,
+    # Blocks end in norms, and nothing is normed after the last.
+    "bert": _NO_FINAL_NORM,
+    "jina-bert-v2": _NO_FINAL_NORM,
+    "jina-bert-v3": _NO_FINAL_NORM,
+    "nomic-bert": _NO_FINAL_NORM,
+    "nomic-bert-moe": _NO_FINAL_NORM,
+    "hrm_text": replace(
+        CONVENTIONS["transformers"],
+        unnamed="inner",
+        why="transformers' hidden_states of hrm_text are what leaves each block, which at the end of a stack "
+        "is not what enters the next block",
+    ),
+    "rwkv7": replace(
+        CONVENTIONS["transformers"],
+        unnamed="first",
+        why="hidden_states[0] of RWKV-7 is the embedding before the norm, and H_0 the one after it",
+    ),
 }
 
 
@@ -138,7 +203,9 @@ def _index(layer: SupportsIndex, name: str) -> int:
     raise InvalidInputError(f"a layer id of {name} is {known}, not {layer!r}")
 
 
-def _convention(name: str) -> Convention:
+def _convention(name: str, arch: str | None) -> Convention:
+    if name == "transformers" and arch in _OF_TRANSFORMERS:
+        return _OF_TRANSFORMERS[arch]
     try:
         return CONVENTIONS[name]
     except KeyError:
@@ -152,6 +219,7 @@ def translate(
     target: str = "llamatap",
     n_layer: int,
     final_norm: bool = True,
+    arch: str | None = None,
 ) -> list[LayerId]:
     """Translate layer ids between systems.
 
@@ -161,20 +229,39 @@ def translate(
     :param n_layer: the number of blocks of the model.
     :param final_norm: whether the model has a norm after its last block (``model.layer_map.has_norm``). BERT
         has none, for its blocks end in norms: the last entry of transformers is H_n then.
+    :param arch: the model's architecture as its file names it (``model.arch``): transformers counts some
+        unlike Llama. None: as Llama.
     :raises InvalidInputError: an unknown system, an id out of its range, or a state that the target
         has no id for.
     """
     if n_layer < 1:
         raise InvalidInputError(f"n_layer must be at least 1, not {n_layer}")
-    reading, writing = _convention(source), _convention(target)
+    if arch is not None and not isinstance(arch, str):
+        raise InvalidInputError(f"arch must be the name of an architecture, as model.arch, not {arch!r}")
+    reading, writing = _convention(source, arch), _convention(target, arch)
     if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
         raise InvalidInputError(f"ids must be a list of layer ids, not {ids!r}")
     ids = list(ids)
-    if not final_norm:
+    if not final_norm or _convention("transformers", arch) is _NO_FINAL_NORM:
         if "norm" in ids:
             raise InvalidInputError('a model without a final norm has no layer "norm"')
-        reading, writing = (replace(system, last_is_norm=False) for system in (reading, writing))
+        reading, writing = reading.without_norm(), writing.without_norm()
     return [writing.from_llamatap(reading.to_llamatap(k, n_layer), n_layer) for k in ids]
+
+
+def translate_for(
+    model: Model, ids: Iterable[LayerId], *, source: str = "llamatap", target: str = "llamatap"
+) -> list[LayerId]:
+    """Translate layer ids between systems, for a loaded model: its depth, final norm and architecture.
+
+    :param ids: ids as ``source`` numbers them.
+    :raises InvalidInputError: as :func:`translate`.
+    :raises UnsupportedError: the model carries no single residual stream.
+    """
+    has_norm = model.layer_map.has_norm
+    return translate(
+        ids, source=source, target=target, n_layer=model.n_layer, final_norm=has_norm, arch=model.arch
+    )
 
 
 def normalize(layers: Iterable[LayerId] | LayerId, n_layer: int) -> tuple[LayerId, ...]:

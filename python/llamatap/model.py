@@ -313,8 +313,8 @@ class Model(Closing):
     ) -> NDArray[np.int32]:
         """Text to token ids, int32 ``(n,)``.
 
-        :param add_special: add BOS and EOS where the model was trained with them. A text that brings
-            its own BOS (a rendered chat template, say) does not get a second one.
+        :param add_special: add BOS and EOS (CLS and SEP) where the file says so. A text that brings its own
+            (a rendered chat template, say) does not get a second one.
         :param parse_special: read special tokens in the text as such, not as plain text.
         :raises UnsupportedError: the file has no tokenizer.
         """
@@ -322,11 +322,30 @@ class Model(Closing):
         tokens = native.tokenize(
             _utf8(text), flag("add_special", add_special), flag("parse_special", parse_special)
         )
-        if add_special and native.adds_bos and len(tokens) > 1:
-            bos = native.bos
-            if tokens[0] == bos and tokens[1] == bos:
-                tokens = tokens[1:].copy()
-        return tokens
+        if not add_special or not text:
+            return tokens
+        first, last = self.added_tokens
+        if first is not None and len(tokens) > 1 and tokens[0] == tokens[1] == first:
+            tokens = tokens[1:]
+        # What was added in front is not the text's, even where it is the same token.
+        fewest = 1 if first is None else 2
+        if last is not None and len(tokens) > fewest and tokens[-1] == tokens[-2] == last:
+            tokens = tokens[:-1]
+        return tokens.copy()
+
+    @functools.cached_property
+    def added_tokens(self) -> tuple[int | None, int | None]:
+        """The tokens that ``add_special`` puts before and after a text: BOS and EOS, or CLS and SEP.
+
+        None where it puts none.
+
+        :raises UnsupportedError: the file has no tokenizer.
+        """
+        native = self.native
+        alone = native.tokenize(b"", True, False).tolist()
+        if len(alone) == 1:
+            return (alone[0], None) if native.adds_bos and not native.adds_eos else (None, alone[0])
+        return (alone[0], alone[-1]) if alone else (None, None)
 
     def detokenize(self, tokens: ArrayLike, *, skip_special: bool = False) -> str:
         """Token ids to text; bytes that are no UTF-8 become U+FFFD.

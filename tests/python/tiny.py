@@ -112,10 +112,13 @@ class TinyLlama:
         tokenizer: bool = True,
         vocabulary: Path | None = None,
         chat_template: str | None = None,
+        add_bos: bool = True,
+        add_eos: bool | None = None,
     ) -> Path:
         """Write the GGUF file, with a tokenizer of single bytes unless told not to.
 
         :param vocabulary: a GGUF file to take the tokenizer from; ``n_vocab`` must be its size.
+        :param add_eos: None leaves the key out.
         """
         writer = gguf.GGUFWriter(path, self.arch)
         writer.add_name("tiny")
@@ -140,7 +143,7 @@ class TinyLlama:
                 gguf.GGUFReader(vocabulary), writer, only="tokenizer.", left_out=("tokenizer.chat_template",)
             )
         elif tokenizer:
-            _add_byte_tokenizer(writer)
+            _add_byte_tokenizer(writer, add_bos=add_bos, add_eos=add_eos)
         else:
             writer.add_tokenizer_model("none")
         if chat_template is not None:
@@ -288,7 +291,14 @@ def write_vocabulary(path: Path, specials: Sequence[str], ends: Sequence[str]) -
 _N_BYTE_TOKENS = 3 + 256
 
 
-def _add_byte_tokenizer(writer: gguf.GGUFWriter, specials: Sequence[str] = (), eos: int = 2) -> None:
+def _add_byte_tokenizer(
+    writer: gguf.GGUFWriter,
+    specials: Sequence[str] = (),
+    eos: int = 2,
+    *,
+    add_bos: bool = True,
+    add_eos: bool | None = None,
+) -> None:
     """A SentencePiece-like vocabulary: <unk>, <s>, </s>, then the 256 bytes, then special tokens."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *specials]
     types = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
@@ -300,7 +310,9 @@ def _add_byte_tokenizer(writer: gguf.GGUFWriter, specials: Sequence[str] = (), e
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(eos)
     writer.add_unk_token_id(0)
-    writer.add_add_bos_token(True)
+    writer.add_add_bos_token(add_bos)
+    if add_eos is not None:
+        writer.add_add_eos_token(add_eos)
     writer.add_add_space_prefix(False)
 
 

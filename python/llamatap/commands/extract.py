@@ -57,7 +57,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from llamatap import Extractor, Model
-    from llamatap.layers import translate
+    from llamatap.layers import translate_for
 
     layers = layer_ids(arguments.layers)
     window = None if arguments.window is None else parse_window("--window", arguments.window)
@@ -74,12 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
                 raise InvalidInputError(f"--tokens: no integers: {arguments.tokens!r}") from None
         else:
             prompt = arguments.text
-        wanted = translate(
-            layers,
-            source=arguments.convention,
-            n_layer=model.n_layer,
-            final_norm=model.layer_map.has_norm,
-        )
+        wanted = translate_for(model, layers, source=arguments.convention)
         start = time.perf_counter()
         with Extractor(model, n_threads=arguments.threads) as extractor:
             states = extractor(

@@ -19,7 +19,7 @@ from llamatap.dataset.options import Options
 from llamatap.dataset.samples import Preparation
 from llamatap.errors import InvalidInputError
 from llamatap.extract import Extractor
-from llamatap.layers import LayerId, default_eagle3_layers, translate
+from llamatap.layers import LayerId, default_eagle3_layers, translate_for
 from llamatap.model import Model
 from llamatap.states import States
 
@@ -49,12 +49,11 @@ def chosen_layers(model: Model, options: Options) -> tuple[LayerId, ...]:
     :raises InvalidInputError: there are none, or the model has no such layers.
     :raises UnsupportedError: the model carries no single residual stream.
     """
-    layer_map = model.layer_map
     own = options.layers is None
     ids = default_eagle3_layers(model.n_layer) if own else options.layers
     convention = "llamatap" if own else options.convention
     assert ids is not None
-    found = translate(ids, source=convention, n_layer=model.n_layer, final_norm=layer_map.has_norm)
+    found = translate_for(model, ids, source=convention)
     if not found:
         raise InvalidInputError("layers is empty; give at least one layer id")
     return tuple(found)

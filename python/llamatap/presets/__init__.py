@@ -27,7 +27,7 @@ from llamatap._prompts import Window, bounds, prompt_tokens, window_text
 from llamatap.context import Context
 from llamatap.errors import InvalidInputError
 from llamatap.extract import Extractor, extract
-from llamatap.layers import LayerId, translate
+from llamatap.layers import LayerId, translate, translate_for
 from llamatap.model import Model
 from llamatap.presets import _file
 from llamatap.states import States
@@ -79,7 +79,7 @@ class Preset:
         if not self.layers:
             raise InvalidInputError("layers is empty; give at least one layer id")
         # Without a depth, ids can only be of the right kind and sign.
-        translate(self.layers, source=self.convention, n_layer=self.n_layer or 2**20)
+        translate(self.layers, source=self.convention, n_layer=self.n_layer or 2**20, arch=self.architecture)
         if self.max_length is not None:
             integer("max_length", self.max_length, 1)
         if self.rows is not None and _holds_nothing(self.rows, self.max_length):
@@ -139,9 +139,8 @@ class Preset:
         :raises InvalidInputError: the model has no such layer.
         :raises UnsupportedError: the model carries no single residual stream.
         """
-        has_norm = model.layer_map.has_norm
         try:
-            return translate(self.layers, source=self.convention, n_layer=model.n_layer, final_norm=has_norm)
+            return translate_for(model, self.layers, source=self.convention)
         except InvalidInputError as error:
             raise InvalidInputError(f"preset {self.name}: {error}") from None
 

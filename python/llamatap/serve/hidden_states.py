@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from llamatap import layers as layer_ids
+from llamatap._prompts import cut
 from llamatap.errors import ContextFullError, InvalidInputError, UnsupportedError
 from llamatap.layers import LayerId
 from llamatap.presets import Preset
@@ -62,8 +63,8 @@ class HiddenStatesRequest(Body):
     )
     layer: int | None = Field(
         None,
-        description="as transformers counts hidden_states: k enters block k, n (or -1) is the last, normed; "
-        "default -2",
+        description="as transformers counts the hidden_states of the model's architecture: k enters block k, "
+        "n (or -1) is the last, normed (of Mamba, Mamba 2 and RWKV-6, k leaves block k); default -2",
     )
     layers: Annotated[list[int], Field(fail_fast=True, max_length=4096)] | None = Field(
         None, description="several: the result is [seq_len, n_layers, hidden_dim]"
@@ -104,7 +105,7 @@ class _About(BaseModel):
 
     model: str
     layer: int | None = None
-    layers: list[int] | None = None
+    layers: list[int | None] | None = None
     dtype: str
     encoding_format: str | None = None
     pooling: str | None = None
@@ -206,8 +207,6 @@ class _Work:
         body, model = self.body, self.model
         if body.layer is not None and body.layers is not None:
             raise ApiError.invalid("give layer or layers, not both")
-        # Raises where a model carries no single residual stream.
-        layer_map = model.layer_map
         if self.preset is not None:
             return layer_ids.normalize(self.preset.layer_ids(model), model.n_layer)
         wanted = body.layers if body.layers is not None else [-2 if body.layer is None else body.layer]
@@ -215,14 +214,12 @@ class _Work:
             raise ApiError.invalid(
                 f"{len(wanted)} layers; {self.worker.name} has {model.n_layer + 1}, of which {most} are given"
             )
-        found = layer_ids.translate(
-            wanted, source="transformers", n_layer=model.n_layer, final_norm=layer_map.has_norm
-        )
+        found = layer_ids.translate_for(model, wanted, source="transformers")
         return layer_ids.normalize(found, model.n_layer)
 
     def _add(self, server: Server, one: str | NDArray[np.int32]) -> None:
         whole = server.tokens(self.model, one)
-        tokens = whole[: self.max_length]
+        tokens = cut(self.model, one, whole, self.max_length)
         limit = self.worker.longest
         if len(tokens) > limit > 0:
             raise ContextFullError(
@@ -265,20 +262,24 @@ class _Work:
                 "for fewer tokens or layers, or for float16",
             )
 
-    def _numbers(self) -> list[int]:
-        """The layers as transformers counts them: those asked for as they were asked for."""
+    def _numbers(self) -> Sequence[int | None]:
+        """The layers as transformers counts them: those asked for as they were asked for.
+
+        None for what a preset takes and transformers has no number for, such as H_n of Llama.
+        """
         body = self.body
         if body.layers is not None:
             return body.layers
         if self.preset is None:
             return [-2 if body.layer is None else body.layer]
-        found = layer_ids.translate(
-            self.layers,
-            target="transformers",
-            n_layer=self.model.n_layer,
-            final_norm=self.model.layer_map.has_norm,
-        )
-        return [int(layer) for layer in found]
+        return [self._number(layer) for layer in self.layers]
+
+    def _number(self, layer: LayerId) -> int | None:
+        try:
+            (number,) = layer_ids.translate_for(self.model, [layer], target="transformers")
+        except InvalidInputError:
+            return None
+        return int(number)
 
     @property
     def _is_flat(self) -> bool:

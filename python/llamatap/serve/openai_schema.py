@@ -85,7 +85,8 @@ class Sampling(Body):
     )
     layer: int | None = Field(
         None,
-        description="of return_hidden_states, as transformers counts; default -1: normed, of the last block",
+        description="of return_hidden_states, as transformers counts the architecture; default -1: normed, "
+        "of the last block",
     )
     # What changes nothing here.
     user: str | None = None

@@ -137,11 +137,8 @@ class TextJob(ABC):
         if n_scored is not None:
             self.n_bytes += sum(map(len, self.prompts)) * self.n * (n_scored + 1) * _LOGPROB_BYTES
         if self.body.return_hidden_states:
-            (found,) = layer_ids.translate(
-                [-1 if self.body.layer is None else self.body.layer],
-                source="transformers",
-                n_layer=self.model.n_layer,
-                final_norm=self.model.layer_map.has_norm,
+            (found,) = layer_ids.translate_for(
+                self.model, [-1 if self.body.layer is None else self.body.layer], source="transformers"
             )
             (self.layer,) = layer_ids.normalize(found, self.model.n_layer)
             rows = sum(len(one) + self._most_tokens(one) for one in self.prompts)

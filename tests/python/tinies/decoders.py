@@ -263,3 +263,37 @@ def granite_switch() -> Tiny:
         "adapters.token_ids_substitute": [7, 8],
     }
     return Tiny("graniteswitch", _keys(**more), shapes)
+
+
+def afmoe(n_kv: int = 2, n_expert: int = 4, n_ff: int = 32) -> Tiny:
+    """Blocks 0 to 2 see a window and know positions, 3 sees all and knows none; all but 0 have experts."""
+    n_layer = 4
+    shapes = _ends()
+    for i in range(n_layer):
+        block = f"blk.{i}."
+        shapes |= attention(block, N_EMBD, N_EMBD, n_kv * HEAD) | linear(f"{block}attn_gate", N_EMBD, N_EMBD)
+        for name in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
+            shapes |= norm(block + name, N_EMBD)
+        for name in ("attn_q_norm", "attn_k_norm"):
+            shapes |= norm(block + name, HEAD)
+        if i == 0:
+            shapes |= feed_forward(block, N_EMBD, N_FF)
+            continue
+        shapes |= linear(f"{block}ffn_gate_inp", n_expert, N_EMBD)
+        shapes[f"{block}exp_probs_b.bias"] = (n_expert,)
+        for kind, experts in (("exps", (n_expert,)), ("shexp", ())):
+            shapes[f"{block}ffn_gate_{kind}.weight"] = (*experts, n_ff, N_EMBD)
+            shapes[f"{block}ffn_up_{kind}.weight"] = (*experts, n_ff, N_EMBD)
+            shapes[f"{block}ffn_down_{kind}.weight"] = (*experts, N_EMBD, n_ff)
+    more: dict[str, Value] = {
+        "attention.head_count_kv": n_kv,
+        "attention.sliding_window": 8,
+        "leading_dense_block_count": 1,
+        "expert_count": n_expert,
+        "expert_used_count": 2,
+        "expert_shared_count": 1,
+        "expert_feed_forward_length": n_ff,
+        "expert_weights_scale": 2.5,
+        "expert_weights_norm": True,
+    }
+    return Tiny("afmoe", _keys(n_layer, **more), shapes)
