@@ -20,8 +20,9 @@ if not _had_variable:
 
 __all__ = ["_core", "build_config", "default_threads", "ensure_backends", "flush_log", "usable_cpus"]
 
-_logger = logging.getLogger("llamatap")
-_logger.addHandler(logging.NullHandler())
+logging.getLogger("llamatap").addHandler(logging.NullHandler())
+# What the engine says, apart from what the package says.
+_logger = logging.getLogger("llamatap.engine")
 _loaded = False
 # Before the interpreter goes down, while threads that compute can still be stopped in good order.
 atexit.register(_core.shut_down)
@@ -37,7 +38,7 @@ def ensure_backends() -> None:
 
 
 def flush_log() -> None:
-    """Hand the engine's waiting log lines to the logger ``llamatap``."""
+    """Hand the engine's waiting log lines to the logger ``llamatap.engine``."""
     for level, text in _core.drain_log():
         if text:
             _logger.log(level, "%s", text)

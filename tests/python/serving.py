@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
+import pytest
 from conftest import EXACT
 from fastapi import FastAPI
 
 from llamatap.serve import ModelOptions, ServerOptions, create_app
+from llamatap.serve.connections import ConnectionOptions
+from llamatap.serve.http_server import HttpServer
 from llamatap.serve.state import Server
 from llamatap.serve.worker import ModelWorker
 
@@ -30,6 +36,7 @@ class Running:
     client: httpx.Client
     #: Ends the server, as a signal would, and waits until it has ended.
     stop: Callable[[], None]
+    http: HttpServer
 
     @property
     def state(self) -> Server:
@@ -62,13 +69,18 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(models: Sequence[ModelOptions], options: ServerOptions | None = None) -> Iterator[Running]:
+def running(
+    models: Sequence[ModelOptions],
+    options: ServerOptions | None = None,
+    connections: ConnectionOptions | None = None,
+    drain: float = 20,
+) -> Iterator[Running]:
     """Serve models at a free port of this machine."""
     app = create_app(models, options)
     # asyncio switches Nagle off for sockets that say they are of TCP.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=20))
+    server = HttpServer(app, connections, drain=drain)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
 
@@ -82,7 +94,7 @@ def running(models: Sequence[ModelOptions], options: ServerOptions | None = None
             time.sleep(0.01)
         headers = {"Authorization": f"Bearer {options.api_key}"} if options and options.api_key else {}
         with httpx.Client(base_url=url, headers=headers, timeout=60) as client:
-            yield Running(app, url, client, stop)
+            yield Running(app, url, client, stop, server)
     finally:
         stop()
         listener.close()
@@ -91,3 +103,47 @@ def running(models: Sequence[ModelOptions], options: ServerOptions | None = None
 def tiny_options(path: Path, **more: Any) -> ModelOptions:
     """A tiny model under the name ``tiny``."""
     return ModelOptions(**{"name": "tiny", "path": path, "context": EXACT.copy(), "n_ctx": 2048, **more})
+
+
+@dataclass
+class ServerProcess:
+    """``llamatap serve``, a process of its own."""
+
+    process: subprocess.Popen[str]
+    url: str
+    lines: list[str]
+
+    @property
+    def said(self) -> str:
+        """What it has written to stderr; of one that has ended all of it."""
+        return "".join(self.lines)
+
+
+@contextlib.contextmanager
+def server_process(*arguments: str | Path) -> Iterator[ServerProcess]:
+    """``llamatap serve`` at a free port; after the block it has ended."""
+    command = [sys.executable, "-m", "llamatap", "serve", "--port", "0", *map(str, arguments)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    try:
+        assert process.stderr is not None
+        lines: list[str] = []
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.search(r"running on (http://\S+)", line):
+                break
+        else:
+            pytest.fail("".join(lines))
+        # Nobody waits for the rest: the pipe must not fill.
+        with ThreadPoolExecutor(1) as reader:
+            reading = reader.submit(lines.extend, process.stderr)
+            try:
+                yield ServerProcess(process, found[1], lines)
+            finally:
+                if process.poll() is None:
+                    process.kill()
+                reading.result()
+    finally:
+        process.kill()
+        process.wait()
+        if process.stderr is not None:
+            process.stderr.close()

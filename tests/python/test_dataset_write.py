@@ -173,6 +173,16 @@ def test_rows_that_cannot_be_used(
         assert not (tmp_path / "stop").exists()
 
 
+def test_no_bar_without_a_terminal(
+    chat_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_lines(tmp_path / "in.jsonl", [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}])
+    assert main(["dataset", str(chat_path), str(path), "-o", str(tmp_path / "out"), "--layers", "1"]) == 0
+    said = capsys.readouterr()
+    assert "\r" not in said.out + said.err
+    assert "tokens/s" not in said.err
+
+
 def test_bad_input(tiny_model: lt.Model, tmp_path: Path) -> None:
     def refused(
         samples: Any, match: str, error: type[Exception] = lt.InvalidInputError, **options: Any

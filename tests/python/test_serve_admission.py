@@ -95,14 +95,64 @@ def test_lists_that_are_too_long(server: Running, path: str, fields: dict[str, A
     [
         ({"input": 5}, "input: expected a text, token ids, or a list of either"),
         ({"input": {"text": "a"}}, "input: expected a text, token ids, or a list of either"),
-        ({"input": [5, 6, "a"]}, "input.ids.2: Input should be a valid integer"),
+        ({"input": [5, 6, "a"]}, "input[2]: Input should be a valid integer"),
         ({"input": "a", "laier": -2}, "laier is no field of this request"),
         ({"input": "a", "layer": "-2"}, "layer: Input should be a valid integer"),
+        ({"input": [[5], [6, -1]]}, "input[1][1]: Input should be greater than or equal to 0"),
+        ({"input": "a", "layers": [1, "b"]}, "layers[1]: Input should be a valid integer"),
     ],
 )
 def test_messages_name_the_mistake(server: Running, fields: dict[str, Any], message: str) -> None:
     found = server.error("/v1/hidden_states", 400, "invalid_request_error", model="tiny", **fields)
     assert found == message
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        (
+            '[{"role": "user", "content": [{"type": "text", "text": "a"}, '
+            '{"type": "image_url", "image_url": "x"}]}]',
+            "messages[0].content[1].image_url is no field of this request",
+        ),
+        ('[{"role": "user", "content": [{"type": "text"}]}]', "messages[0].content[0].text: Field required"),
+        ('[{"role": "user", "content": ["a"]}]', "messages[0].content[0]: must be an object"),
+        (
+            '[{"role": "user", "content": {"text": "a"}}]',
+            "messages[0].content: Input should be a valid string; "
+            "messages[0].content: Input should be a valid list",
+        ),
+        ('[{"role": "user", "content": "a"}, {"content": "a"}]', "messages[1].role: Field required"),
+        ("5", "messages: Input should be a valid list"),
+    ],
+)
+def test_messages_name_the_place(server: Running, messages: str, message: str) -> None:
+    content = f'{{"model": "tiny", "messages": {messages}}}'
+    found = server.client.post("/v1/chat/completions", content=content, headers=JSON)
+    assert found.status_code == 400
+    assert found.json()["error"]["message"] == message
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        ("NaN", "temperature: must be a finite number"),
+        ("Infinity", "temperature: must be a finite number"),
+        ("-Infinity", "temperature: must be a finite number"),
+        ("1e999", "temperature: must be a finite number"),
+        ("1" * 5000, "an integer in the body has more than 4300 digits"),
+    ],
+)
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_numbers_that_are_none(server: Running, path: str, number: str, message: str) -> None:
+    what = '"prompt": "a"' if path == "completions" else '"messages": [{"role": "user", "content": "a"}]'
+    content = f'{{"model": "tiny", {what}, "temperature": {number}}}'
+    found = server.client.post(f"/v1/{path}", content=content, headers=JSON)
+    assert found.status_code == 400
+    assert found.json()["error"]["message"] == message
+
+
+JSON = {"Content-Type": "application/json"}
 
 
 @pytest.mark.parametrize(
@@ -112,6 +162,7 @@ def test_messages_name_the_mistake(server: Running, fields: dict[str, Any], mess
         (b'{"model": "tiny"}', "application/x-www-form-urlencoded", "unsupported_media_type", "urlencoded"),
         (b"{'model': 1}", "application/json", "invalid_body", "no JSON: Expecting property name"),
         (b'{"model": "\xff"}', "application/json; charset=utf-8", "invalid_body", "no JSON in UTF-8"),
+        (b"[" * 100_000, "application/json", "invalid_body", "nested too deeply"),
         (b"[1]", "application/json", "invalid_body", "a request is a JSON object"),
     ],
 )

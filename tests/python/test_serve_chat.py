@@ -301,15 +301,35 @@ def test_states_with_a_stream_or_several_texts_are_refused(client: Client, state
     ("messages", "message"),
     [
         ([], "messages"),
-        ([{"content": "no role"}], r"messages\.0\.role"),
-        ([{"role": "user", "content": 5}], r"messages\.0\.content"),
+        ([{"content": "no role"}], r"messages\[0\]\.role"),
+        ([{"role": "user", "content": 5}], r"messages\[0\]\.content: "),
         ("Hello!", "messages"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}],
-            r"messages\.0\.content",
+            r"400 - messages\[0\]\.content\[0\]\.image_url is no field of this request",
         ),
     ],
 )
 def test_messages_that_are_none(client: Client, messages: Any, message: str) -> None:
     with pytest.raises(openai.BadRequestError, match=message):
         create(client, messages)
+
+
+def test_roles(tiny: TinyLlama, tmp_path: Path) -> None:
+    template = "{% for m in messages %}{% if m.role == 'ipython' %}!{% endif %}{{ m.content }}{% endfor %}"
+    path = tiny.write(tmp_path / "roles.gguf", chat_template=template)
+    with running([tiny_options(path)]) as server:
+        for role in ("system", "developer", "user", "assistant", "tool", "function", "ipython"):
+            body = {"model": "tiny", "messages": [{"role": role, "content": "a"}], "max_tokens": 1}
+            assert server.client.post("/v1/chat/completions", json=body).status_code == 200
+        for role in ("wizard", "User", "", "model"):
+            found = server.error(
+                "/v1/chat/completions",
+                400,
+                "invalid_request_error",
+                model="tiny",
+                messages=[{"role": "user", "content": "a"}, {"role": role, "content": "a"}],
+            )
+            assert found.startswith(
+                f"messages[1].role: there is no role {role!r}; known are system, developer, user"
+            )

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import drafting
 import httpx
 import numpy as np
 import pytest
@@ -224,6 +225,22 @@ def test_models_that_cannot_be_served(tiny_path: Path, tmp_path: Path) -> None:
         create_app([ModelOptions(name="a", path=tmp_path / "none.gguf")])
     with pytest.raises(lt.ModelNotFoundError):
         create_app([tiny_options(tiny_path, drafter=str(tmp_path / "none.gguf"))])
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_a_drafter_is_no_model_to_serve(tiny_path: Path, tmp_path: Path, kind: str) -> None:
+    path = drafting.PAIRS[kind](tmp_path).draft
+    assert path is not None
+    with pytest.raises(
+        lt.UnsupportedError, match=f"{path.name} cannot be served: {kind}: .* no language model"
+    ):
+        create_app([tiny_options(tiny_path), ModelOptions(name="draft", path=path)])
+
+
+def test_wrong_options_of_contexts_are_told_at_the_start(tiny_path: Path) -> None:
+    for context in ({"type_k": "f17"}, {"type_v": "q8_0", "flash_attn": False}):
+        with pytest.raises(lt.Error, match="cannot be served"):
+            create_app([tiny_options(tiny_path, context=context)])
 
 
 @computes_with_nan

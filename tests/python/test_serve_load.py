@@ -15,10 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import drafting
 import httpx
 import numpy as np
 import pytest
 from conftest import EXACT, relative
+from serving import server_process
 
 import llamatap as lt
 from llamatap._native import _core
@@ -30,31 +32,8 @@ FLAGS = ("--kv-type", "f32", "--flash-attn", "off", "--threads", str(EXACT["n_th
 @contextlib.contextmanager
 def served(*arguments: str | Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """``llamatap serve`` at a free port: the process, and its address."""
-    command = [sys.executable, "-m", "llamatap", "serve", "--port", "0", *map(str, arguments)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    try:
-        assert process.stderr is not None
-        lines = []
-        for line in process.stderr:
-            lines.append(line)
-            if found := re.search(r"running on (http://\S+)", line):
-                break
-        else:
-            pytest.fail("".join(lines))
-        # Nobody reads the rest: the pipe must not fill.
-        with ThreadPoolExecutor(1) as reader:
-            reading = reader.submit(process.stderr.read)
-            try:
-                yield process, found[1]
-            finally:
-                if process.poll() is None:
-                    process.kill()
-                reading.result()
-    finally:
-        process.kill()
-        process.wait()
-        if process.stderr is not None:
-            process.stderr.close()
+    with server_process(*arguments) as found:
+        yield found.process, found.url
 
 
 def resident(process: subprocess.Popen[str]) -> int:
@@ -241,5 +220,32 @@ def test_what_cannot_be_served_is_said_in_a_line(tiny_path: Path, tmp_path: Path
     assert "no model 'c'" in refused("--model", f"a={tiny_path}", "--drafter", "c=ngram")
     assert "--hidden-states-path" in refused("--model", tiny_path, "--verifier-layers", "1,2")
     assert "number or auto" in refused("--model", tiny_path, "--drafter", "ngram", "--n-max", "many")
+    drafter = drafting.PAIRS["eagle3"](tmp_path).draft
+    assert "eagle3: this is no language model of its own" in refused("--model", f"x={drafter}")
     (tmp_path / "file").write_text("")
     assert "file" in refused("--model", tiny_path, "--hidden-states-path", tmp_path / "file")
+
+
+def test_the_start_says_what_is_served_and_nothing_else(tiny_path: Path, tmp_path: Path) -> None:
+    preset = tmp_path / "own.toml"
+    preset.write_text('name = "own"\n[states]\nconvention = "llamatap"\nlayers = [1]\n')
+    flags = ("--model", f"tiny={tiny_path}", "--drafter", "ngram", "--preset", preset, *FLAGS)
+    with server_process(*flags) as server:
+        model, presets, address = server.said.splitlines()
+        for part in (
+            "tiny: llama, F32",
+            "layers 0..4 of 64 numbers",
+            "8 texts",
+            "2048 tokens",
+            "drafter ngram",
+        ):
+            assert part in model
+        assert "presets: " in presets
+        assert "own" in presets
+        assert server.url in address
+        # The engine warns where a context is made that is shorter than what the model was trained with.
+        httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 1})
+    assert "llama_" not in server.said
+    with server_process(*flags, "--verbose") as server:
+        httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 1})
+    assert "llama_" in server.said

@@ -144,7 +144,7 @@ def _run(job: Job, *, quiet: bool) -> Report:
         quiet = True
     if quiet:
         return job.run()
-    with tqdm(unit=" tokens", unit_scale=True, smoothing=0.05) as bar:
+    with tqdm(disable=None, unit=" tokens", unit_scale=True, smoothing=0.05) as bar:
 
         def progress(done: int, total: int) -> None:
             if bar.total is None:

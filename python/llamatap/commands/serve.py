@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import logging
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,6 +60,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     serve.add_argument("--kv-type", help="of the KV cache: f32, f16, bf16, q8_0, ... (default: f16)")
     serve.add_argument(
         "--preset", action="append", default=[], type=Path, metavar="FILE.toml", help="a preset of your own"
+    )
+    serve.add_argument(
+        "--verbose", action="store_true", help="show the engine's lines too, and all of the HTTP server's"
     )
     text = serve.add_argument_group("completions")
     text.add_argument(
@@ -129,7 +132,32 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="SECONDS",
         help="for what was accepted, at the end (default: 60)",
     )
+    _add_connections(serve)
     serve.set_defaults(run=run)
+
+
+def _add_connections(serve: argparse.ArgumentParser) -> None:
+    group = serve.add_argument_group("connections")
+    group.add_argument(
+        "--max-connections",
+        type=integers(1),
+        default=256,
+        help="open ones; beyond it those that wait for their client are closed, the oldest first (default: "
+        "256, or half of the files that may be open)",
+    )
+    for name, seconds, text in (
+        ("header", 10, "for a request's headers"),
+        ("body", 60, "for its body"),
+        ("idle", 75, "between requests"),
+        ("send", 60, "in which a client takes some of what is sent"),
+    ):
+        group.add_argument(
+            f"--{name}-timeout",
+            type=above(0),
+            default=float(seconds),
+            metavar="SECONDS",
+            help=f"{text} (default: {seconds})",
+        )
 
 
 def _models(arguments: argparse.Namespace) -> list[ModelOptions]:
@@ -208,9 +236,9 @@ def _options(arguments: argparse.Namespace) -> ServerOptions:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C; what was accepted is answered first."""
     try:
-        import uvicorn
-
-        from llamatap.serve import create_app
+        from llamatap.serve import create_app, logs
+        from llamatap.serve.connections import ConnectionOptions
+        from llamatap.serve.http_server import HttpServer
         from llamatap.serve.limits import is_loopback
     except ModuleNotFoundError as error:
         raise UnsupportedError(
@@ -221,14 +249,18 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidInputError(
             f"--host {arguments.host} lets others in: give an --api-key, or --insecure if that is meant"
         )
-    # uvicorn shows its own loggers alone.
-    logging.getLogger("llamatap").addHandler(logging.StreamHandler())
+    logs.configure(arguments.verbose)
     app = create_app(_models(arguments), options)
-    uvicorn.run(
-        app,
-        host=arguments.host,
-        port=arguments.port,
-        timeout_graceful_shutdown=arguments.drain,
-        server_header=False,
+    for line in app.state.server.summary():
+        logs.logger.info("%s", line)
+    connections = ConnectionOptions(
+        max_connections=arguments.max_connections,
+        header_timeout=arguments.header_timeout,
+        body_timeout=arguments.body_timeout,
+        idle_timeout=arguments.idle_timeout,
+        send_timeout=arguments.send_timeout,
     )
-    return 0
+    server = HttpServer(app, connections, drain=arguments.drain, host=arguments.host, port=arguments.port)
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run()
+    return 0 if server.started else 3

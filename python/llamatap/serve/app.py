@@ -14,9 +14,10 @@ from llamatap.errors import InvalidInputError
 from llamatap.serve import completions, errors, hidden_states, page, tokenizer
 from llamatap.serve.budget import ResponseEnd
 from llamatap.serve.disconnect import ClientGoneError
-from llamatap.serve.limits import ApiKey, BodyLimit, HostCheck, JsonOnly
+from llamatap.serve.limits import ApiKey, BodyLimit, HostCheck, JsonOnly, OneLength
 from llamatap.serve.metrics import Metrics, RequestMetrics
 from llamatap.serve.options import ModelOptions, ServerOptions
+from llamatap.serve.shutdown import Ending
 from llamatap.serve.state import Server, server_of
 from llamatap.serve.verifier import VerifierFiles
 from llamatap.serve.worker import ModelWorker
@@ -41,17 +42,18 @@ def create_app(models: Sequence[ModelOptions], options: ServerOptions | None = N
     # A request of more prompts than may wait could never be let in.
     options = replace(options, max_inputs=min(options.max_inputs, options.max_queue))
     metrics = Metrics()
+    ending = Ending()
     verifier = None if options.verifier is None else VerifierFiles(options.verifier)
     workers: dict[str, ModelWorker] = {}
     with contextlib.ExitStack() as undo:
         for one in models:
-            workers[one.name] = ModelWorker(one, options.max_queue, metrics)
+            workers[one.name] = ModelWorker(one, options.max_queue, metrics, ending)
             undo.callback(workers[one.name].close)
             if verifier is not None:
                 verifier.layers(workers[one.name].model)
             # Remembered, or the first answer would wait for it.
             workers[one.name].model.files.sha256()
-        server = Server(workers, options, metrics, verifier)
+        server = Server(workers, options, metrics, verifier, ending)
         undo.pop_all()
 
     @contextlib.asynccontextmanager
@@ -115,5 +117,6 @@ def create_app(models: Sequence[ModelOptions], options: ServerOptions | None = N
             allow_headers=["*"],
             expose_headers=["Retry-After"],
         )
+    app.add_middleware(OneLength)
     app.add_middleware(RequestMetrics, metrics=metrics)
     return app

@@ -8,7 +8,7 @@ from typing import Any
 from llamatap.errors import UnsupportedError
 from llamatap.generation import Generation, TokenLogprobs
 from llamatap.serve.errors import ApiError
-from llamatap.serve.openai_schema import ChatRequest
+from llamatap.serve.openai_schema import ROLES, ChatRequest
 from llamatap.serve.state import Server
 from llamatap.serve.text_job import TextJob, finite
 from llamatap.serve.worker import ModelWorker
@@ -65,8 +65,22 @@ class ChatJob(TextJob):
             raise UnsupportedError(
                 f"{self.worker.name} has no chat template; give a text as it is to /v1/completions"
             )
+        self._check_roles(self.model.chat_template)
         text = self.model.apply_chat_template(messages, body.add_generation_prompt, **variables)
         return [_up_to_mark(text) if body.continue_final_message else text]
+
+    def _check_roles(self, template: str) -> None:
+        """Many templates write whatever role they are given, or leave its message out.
+
+        :raises ApiError: a role is none of OpenAI's, and the template does not name it.
+        """
+        for index, message in enumerate(self.body.messages):
+            role = message.role
+            if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+                raise ApiError.invalid(
+                    f"messages[{index}].role: there is no role {role[:100]!r}; known are "
+                    f"{', '.join(ROLES)}, and those that the chat template names"
+                )
 
     def choice(self, index: int, found: Generation) -> dict[str, Any]:
         return {

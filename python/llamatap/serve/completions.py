@@ -151,7 +151,8 @@ async def _stream(
                 done[choice] = event.final
         if job.wants_usage:
             yield _line(job.chunk([], usage=job.usage(done)))
-        yield b"data: [DONE]\n\n"
     except Exception as error:
         found: ApiError = api_error(error)
         yield _line({"error": {"message": str(found), "type": found.kind, "code": found.code}})
+    # Also after an error: without it, a stream was cut.
+    yield b"data: [DONE]\n\n"

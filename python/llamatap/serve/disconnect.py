@@ -1,4 +1,4 @@
-"""A client that goes away ends its work."""
+"""A client that goes away ends its work, and so does the end of the server."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Request
+
+from llamatap.serve.shutdown import shutting_down
+from llamatap.serve.state import server_of
 
 __all__ = ["ClientGoneError", "unless_gone"]
 
@@ -27,16 +30,20 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
     """The result of some work, which is cancelled when the client of the request disconnects.
 
     :raises ClientGoneError: it did.
+    :raises ApiError: the server must end before.
     """
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_disconnected(request))
+    ended = asyncio.create_task(server_of(request).ending.wait())
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, gone, ended), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ClientGoneError
+        if gone.done():
+            raise ClientGoneError
+        raise shutting_down("the server stopped before the request was finished")
     finally:
-        for one in (task, gone):
+        for one in (task, gone, ended):
             if not one.done():
                 one.cancel()
                 with contextlib.suppress(asyncio.CancelledError, Exception):

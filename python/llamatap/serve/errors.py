@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
@@ -22,6 +21,7 @@ from llamatap.errors import (
     OutOfMemoryError,
     UnsupportedError,
 )
+from llamatap.serve.messages import unreadable_body, validation_message
 
 __all__ = ["ApiError", "ErrorResponse", "api_error", "error_response", "install"]
 
@@ -87,27 +87,6 @@ def error_response(error: ApiError) -> Response:
     return Response(orjson.dumps(body), error.status, headers, "application/json")
 
 
-def _validation_message(error: RequestValidationError) -> str:
-    """What is wrong, by field."""
-    found = []
-    problems: list[dict[str, Any]] = list(error.errors())
-    for problem in problems[:5]:
-        if problem["type"] == "json_invalid":
-            return f"the body is no JSON: {problem.get('ctx', {}).get('error', problem['msg'])}"
-        where = ".".join(str(part) for part in problem["loc"] if part != "body")
-        if not where:
-            found.append(
-                "a request is a JSON object" if problem["type"] != "unknown_field" else problem["msg"]
-            )
-        elif problem["type"] == "unserved":
-            found.append(f"{where} {problem['msg']}; leave it out")
-        elif problem["type"] == "unknown_field":
-            found.append(f"{where}.{problem['msg']}")
-        else:
-            found.append(f"{where}: {problem['msg']}")
-    return "; ".join(dict.fromkeys(found))
-
-
 def install(app: FastAPI) -> None:
     """Let all errors of an app be of this form."""
     app.add_middleware(Failures)
@@ -122,18 +101,14 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def validation(_: Request, error: RequestValidationError) -> Response:
-        return error_response(ApiError.invalid(_validation_message(error), "invalid_body"))
+        return error_response(ApiError.invalid(validation_message(error), "invalid_body"))
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> Response:
         codes = {400: "invalid_body", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
         code = codes.get(error.status_code, "http_error")
-        # FastAPI itself says 400 only of what is not UTF-8, or has numbers or lists beyond Python's limits.
-        message = (
-            "the body is no JSON in UTF-8, or nested too deeply"
-            if error.status_code == 400
-            else str(error.detail)
-        )
+        # FastAPI itself says 400 only of bodies that it cannot read.
+        message = unreadable_body(error.__cause__) if error.status_code == 400 else str(error.detail)
         found = error_response(ApiError(error.status_code, "invalid_request_error", code, message))
         found.headers.update(error.headers or {})
         return found

@@ -64,7 +64,7 @@ Prompts: TypeAlias = Annotated[
 class Body(BaseModel):
     """An object whose fields are all known, each of the very type that it should have."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llamatap.serve.errors import ApiError, error_response
 
-__all__ = ["ApiKey", "BodyLimit", "HostCheck", "JsonOnly", "is_loopback"]
+__all__ = ["ApiKey", "BodyLimit", "HostCheck", "JsonOnly", "OneLength", "is_loopback"]
 
 #: What tells nothing of the models: a load balancer, and a browser that is yet to ask for the key.
 _OPEN = frozenset(("/", "/health"))
@@ -92,6 +92,28 @@ class JsonOnly:
                 )
                 response = error_response(error)
                 # The body is not read.
+                response.headers["Connection"] = "close"
+                await response(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+class OneLength:
+    """Middleware: 400 for requests that say where their body ends in two ways, by which proxies and servers
+    can be made to see different requests (RFC 9112, 6.1)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = dict(scope["headers"])
+            if b"content-length" in headers and b"transfer-encoding" in headers:
+                error = ApiError.invalid(
+                    "a request has Content-Length or Transfer-Encoding, not both", "invalid_http"
+                )
+                response = error_response(error)
+                # What follows may be meant as another request.
                 response.headers["Connection"] = "close"
                 await response(scope, receive, send)
                 return

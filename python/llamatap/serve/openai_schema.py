@@ -14,7 +14,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from llamatap.serve.fields import Biases, Body, Ids, Prompts
 
-__all__ = ["ChatRequest", "CompletionRequest", "ModelCard", "ModelList", "Sampling"]
+__all__ = ["ROLES", "ChatRequest", "CompletionRequest", "ModelCard", "ModelList", "Sampling"]
 
 
 class Unserved:
@@ -128,10 +128,16 @@ class TextPart(Body):
     text: str
 
 
+#: Of messages, in OpenAI's API.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
 class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
-    role: str
+    role: str = Field(
+        json_schema_extra={"anyOf": [{"enum": [*ROLES]}, {"description": "one that the chat template names"}]}
+    )
     content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=1024)] | None = None
 
 

@@ -125,8 +125,11 @@ class PiecewiseResponse(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for body in self._packed():
             message = {"type": "http.response.body", "body": body, "more_body": True}
-            # One that reads nothing any more must not keep memory that others wait for.
-            await asyncio.wait_for(send(message), _PATIENCE_SECONDS)
+            try:
+                await asyncio.wait_for(send(message), _PATIENCE_SECONDS)
+            except asyncio.TimeoutError:
+                # One that reads nothing any more must not keep memory that others wait for.
+                return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _packed(self) -> Iterator[bytes]:

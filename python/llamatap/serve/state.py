@@ -16,6 +16,7 @@ from llamatap.serve.budget import Budget, Threads
 from llamatap.serve.errors import ApiError
 from llamatap.serve.metrics import Metrics
 from llamatap.serve.options import ServerOptions
+from llamatap.serve.shutdown import Ending
 from llamatap.serve.verifier import VerifierFiles
 from llamatap.serve.worker import ModelWorker
 
@@ -35,11 +36,13 @@ class Server:
         options: ServerOptions,
         metrics: Metrics,
         verifier: VerifierFiles | None,
+        ending: Ending,
     ) -> None:
         self.workers = workers
         self.options = options
         self.metrics = metrics
         self.verifier = verifier
+        self.ending = ending
         self.presets: dict[str, Preset] = {name: load_preset(name) for name in preset_names()}
         for path in options.presets:
             preset = load_preset(path)
@@ -52,6 +55,13 @@ class Server:
         # Not the same: states that are to be sent must not wait for texts, whose states wait for memory.
         self.encoders = Threads(2**31)
         self.budget = Budget(options.max_pending_bytes, options.max_queue)
+
+    def summary(self) -> list[str]:
+        """What is served, in lines."""
+        return [
+            *(worker.summary() for worker in self.workers.values()),
+            f"presets: {', '.join(self.presets)}",
+        ]
 
     def worker(self, model: str | None) -> ModelWorker:
         """The model of a name; None for the only one.

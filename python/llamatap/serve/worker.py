@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from llamatap._native import flush_log
 from llamatap.context import Context, ContextOptions
-from llamatap.errors import CancelledError, EngineError, NotFiniteError
+from llamatap.errors import CancelledError, EngineError, Error, NotFiniteError, UnsupportedError
 from llamatap.extract import Extractor
 from llamatap.generate import GenerateOptions
 from llamatap.generation import Event
@@ -34,6 +34,7 @@ from llamatap.model_drafters import DraftOptions, named_drafter
 from llamatap.serve.errors import ApiError
 from llamatap.serve.metrics import Metrics
 from llamatap.serve.options import ModelOptions
+from llamatap.serve.shutdown import Ending, shutting_down
 from llamatap.session import Session
 from llamatap.states import States
 
@@ -105,14 +106,16 @@ class ModelWorker:
 
     :param options: what to load.
     :param max_queue: prompts that may wait.
-    :raises Error: the model, or its drafter, cannot be loaded.
+    :param ending: when texts must end.
+    :raises Error: the model, or its drafter, cannot be loaded, or nothing can be computed with it.
     """
 
-    def __init__(self, options: ModelOptions, max_queue: int, metrics: Metrics) -> None:
+    def __init__(self, options: ModelOptions, max_queue: int, metrics: Metrics, ending: Ending) -> None:
         self.options = options
         self.name = options.name
         self.max_queue = max_queue
         self.metrics = metrics
+        self.ending = ending
         self.model = Model(
             options.path,
             n_gpu_layers=options.n_gpu_layers,
@@ -120,6 +123,13 @@ class ModelWorker:
             load_mtp=options.drafter == "mtp",
         )
         self.created = int(time.time())
+        # A drafter's file has no context of its own. Small, for it is dropped again.
+        sizes: ContextOptions = {**options.context, "n_ctx": 256, "n_batch": 1, "n_ubatch": 1}
+        try:
+            Context(self.model, **sizes).close()
+        except Error as error:
+            self.model.close()
+            raise type(error)(f"{options.path.name} cannot be served: {error}") from error
         self._extractor = Extractor(self.model, **options.context)
         self._session: Session | None = None
         self._extractions: deque[Extraction] = deque()
@@ -184,11 +194,25 @@ class ModelWorker:
         """Whether its thread is there and takes work."""
         return not self._stopping and self._thread is not None and self._thread.is_alive()
 
+    def summary(self) -> str:
+        """What it is, in a line."""
+        model, options = self.model, self.options
+        try:
+            model.layer_map  # noqa: B018  raises
+            states = f"layers 0..{model.n_layer} of {model.n_embd} numbers"
+        except UnsupportedError as error:
+            states = f"no hidden states: {error}"
+        drafter = "" if options.drafter is None else f"; drafter {options.drafter}"
+        return (
+            f"{self.name}: {model.arch}, {model.file_type}; {states}; {options.parallel} texts at once, of "
+            f"{self.text_limit} tokens at most{drafter}"
+        )
+
     # From the event loop.
 
     def _check_room(self, n: int) -> None:
         if not self.works:
-            raise ApiError(503, "unavailable_error", "shutting_down", "the server is shutting down")
+            raise shutting_down()
         if n > self.max_queue:
             # No time is right for it.
             raise ApiError.invalid(
@@ -255,13 +279,20 @@ class ModelWorker:
             self._texts += jobs
             self._changed.notify()
         left = len(jobs)
+
+        def end() -> None:
+            for job in jobs:
+                job.gone.set()
+            queue.put_nowait((0, shutting_down("the server stopped before the text was finished")))
+
         try:
-            while left:
-                number, what = await queue.get()
-                if isinstance(what, BaseException):
-                    raise what
-                left -= what.final is not None
-                yield number, what
+            with self.ending.telling(end):
+                while left:
+                    number, what = await queue.get()
+                    if isinstance(what, BaseException):
+                        raise what
+                    left -= what.final is not None
+                    yield number, what
         finally:
             for job in jobs:
                 job.gone.set()

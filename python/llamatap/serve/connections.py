@@ -1,0 +1,320 @@
+"""Connections of the HTTP server: how long they may take, how many there are, which goes first.
+
+uvicorn has a limit for idle connections alone (``timeout_keep_alive``). Its ``limit_concurrency`` refuses
+``/health`` too, and counts clients that send nothing. So its protocol is extended here by deadlines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import socket
+import sys
+import termios
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from llamatap._check import integer
+from llamatap.errors import InvalidInputError
+from llamatap.serve.errors import ApiError, error_response
+from llamatap.serve.logs import logger
+from llamatap.serve.shutdown import shutting_down
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+__all__ = ["Connection", "ConnectionOptions", "Connections", "HttpConfig"]
+
+# Connections beyond the limit, for quick answers while all others are busy.
+_RESERVE = 16
+
+Phase = Literal["idle", "headers", "body", "busy", "closing"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionOptions:
+    """Limits of a server's connections; times in seconds.
+
+    :ivar max_connections: how many may be open. Beyond it those that wait for a client are closed, the oldest
+        first; where all are busy, further ones get quick answers (``GET``) or 503.
+    :ivar header_timeout: from the connection, or a request's first byte, to the end of its headers.
+    :ivar body_timeout: from there to the end of its body.
+    :ivar idle_timeout: from a response to the next request.
+    :ivar send_timeout: in which a client must take some of what is sent to it.
+    """
+
+    max_connections: int = 256
+    header_timeout: float = 10.0
+    body_timeout: float = 60.0
+    # Longer than what clients and proxies keep theirs for, or they send into a connection that is closing.
+    idle_timeout: float = 75.0
+    send_timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        integer("max_connections", self.max_connections, 1)
+        for name in ("header_timeout", "body_timeout", "idle_timeout", "send_timeout"):
+            if not getattr(self, name) > 0:
+                raise InvalidInputError(f"{name} must be above 0 seconds, not {getattr(self, name)}")
+
+
+class HttpConfig(uvicorn.Config):
+    """uvicorn's configuration, with the limits of connections."""
+
+    def __init__(self, app: FastAPI, options: ConnectionOptions, **more: Any) -> None:
+        self.connections = Connections(options)
+        super().__init__(
+            app,
+            http=Connection,
+            ws="none",
+            server_header=False,
+            # What is accepted in one turn of the event loop is counted afterwards only.
+            backlog=self.connections.backlog,
+            log_config=None,
+            **more,
+        )
+        # An integer by its annotation alone.
+        self.timeout_keep_alive = options.idle_timeout  # type: ignore[assignment]
+
+
+def _free_descriptors() -> int | None:
+    """Files that this process may still open; None where there is no limit."""
+    try:
+        import resource
+
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        used = len(os.listdir("/dev/fd"))
+    except (ImportError, OSError):
+        return None
+    return None if most == resource.RLIM_INFINITY else max(most - used, 8)
+
+
+class Connections:
+    """The open connections of a server. Of one event loop.
+
+    :ivar most: ``max_connections``, or fewer where the process may not open so many files.
+    """
+
+    def __init__(self, options: ConnectionOptions) -> None:
+        self.options = options
+        self.most = options.max_connections
+        self.reserve = _RESERVE
+        self.backlog = 2048
+        self._open: set[Connection] = set()
+        if (free := _free_descriptors()) is not None:
+            # The rest is for files of other kinds.
+            self.most = min(self.most, max(free // 2, 1))
+            self.reserve = min(self.reserve, max(free // 8, 1))
+            self.backlog = min(self.backlog, max(free // 4, 1))
+        if self.most < options.max_connections:
+            logger.warning(
+                "%d connections at most, not %d: this process may open %d more files (ulimit -n)",
+                self.most,
+                options.max_connections,
+                free,
+            )
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def full(self) -> bool:
+        """Whether there are more of them than the limit, all of them busy."""
+        return len(self._open) > self.most
+
+    def waiting(self) -> list[Connection]:
+        """Those whose client has to send something; that has done so longest is the first."""
+        return sorted((one for one in self._open if one.waits), key=lambda one: one.since)
+
+    def admit(self, new: Connection) -> None:
+        """Count a new connection, at the cost of one that waits if there are too many."""
+        if len(self._open) >= self.most and not self.drop() and len(self._open) >= self.most + self.reserve:
+            new.transport.abort()
+            return
+        self._open.add(new)
+
+    def drop(self, count: int = 1) -> int:
+        """Close those that wait longest; how many there were."""
+        dropped = self.waiting()[:count]
+        for one in dropped:
+            one.refuse(_crowded("the server has too many connections"))
+            one.transport.abort()
+            self._open.discard(one)
+        return len(dropped)
+
+    def forget(self, one: Connection) -> None:
+        """It is closed."""
+        self._open.discard(one)
+
+    def abort(self) -> None:
+        """Close all, whatever they are at."""
+        for one in tuple(self._open):
+            one.transport.abort()
+
+    async def watch(self) -> None:
+        """Close those that take too long, until cancelled."""
+        options = self.options
+        shortest = min(options.header_timeout, options.body_timeout, options.send_timeout)
+        while True:
+            await asyncio.sleep(min(shortest / 4, 1.0))
+            for one in tuple(self._open):
+                one.check()
+
+
+def _undelivered(connection: socket.socket) -> int:
+    """Bytes that the kernel holds for the other side; 0 where it does not tell."""
+    try:
+        found = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4))
+    except OSError:
+        return 0
+    return int.from_bytes(found, sys.byteorder)
+
+
+def _crowded(message: str) -> ApiError:
+    return ApiError(503, "unavailable_error", "too_many_connections", message, retry_after=1)
+
+
+class Connection(H11Protocol):
+    """A connection of HTTP/1.1 with deadlines.
+
+    :ivar since: when it came to wait for what it waits for, on the event loop's clock.
+    """
+
+    cycle: RequestResponseCycle | None  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        config: HttpConfig,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.registry = config.connections
+        self.options = self.registry.options
+        self.since = self._taken_at = self.loop.time()
+        self._phase: Phase = "headers"
+        self._unsent = 0
+        self._whole_app: ASGIApp = self.app
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.registry.admit(self)
+        if self.registry.full:
+            self.app = self._quick_answers
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.registry.forget(self)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._note()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._note()
+
+    def send_400_response(self, msg: str) -> None:
+        self.refuse(
+            ApiError(400, "invalid_request_error", "invalid_http", "this is no request of HTTP/1.1"),
+        )
+
+    def shutdown(self) -> None:
+        """The server stops: what has not arrived whole is not waited for."""
+        if self.waits and self._phase != "idle":
+            self.refuse(shutting_down())
+        elif not self.transport.is_closing():
+            super().shutdown()
+            if self.cycle is not None:
+                self.cycle.default_headers = [*self.cycle.default_headers, (b"connection", b"close")]
+
+    @property
+    def phase(self) -> Phase:
+        """What it is at."""
+        self._note()
+        return self._phase
+
+    @property
+    def waits(self) -> bool:
+        """Whether the client has to send something."""
+        return self.phase in ("idle", "headers", "body")
+
+    def refuse(self, error: ApiError) -> None:
+        """Close the connection; what was begun of a request is answered with an error."""
+        if self.cycle is not None:
+            # What the app says now comes too late.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        asked = self._phase == "body" or self.conn.trailing_data[0] or self.conn.their_state is h11.ERROR
+        if asked and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
+            response = error_response(error)
+            response.headers["Connection"] = "close"
+            for event in (
+                h11.Response(status_code=error.status, headers=response.raw_headers),
+                h11.Data(data=bytes(response.body)),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def check(self) -> None:
+        """Close it if it takes too long."""
+        self._note()
+        waited = self.loop.time() - self.since
+        late = None
+        if self._phase == "headers" and waited > self.options.header_timeout:
+            late = f"the headers took more than {self.options.header_timeout:g} s"
+        elif self._phase == "body" and waited > self.options.body_timeout:
+            late = f"the body took more than {self.options.body_timeout:g} s"
+        if late is not None:
+            self.refuse(ApiError(408, "invalid_request_error", "request_timeout", late))
+        self._check_sending()
+
+    def _check_sending(self) -> None:
+        unsent = self.transport.get_write_buffer_size()
+        if unsent:
+            # The kernel holds megabytes, and takes more only when a third of them is gone.
+            unsent += _undelivered(self.transport.get_extra_info("socket"))
+        adding = self._phase == "busy" and not self.flow.write_paused
+        if adding or unsent < self._unsent or unsent == 0:
+            self._taken_at = self.loop.time()
+        self._unsent = unsent
+        if self.loop.time() - self._taken_at > self.options.send_timeout:
+            self.transport.abort()
+
+    def _note(self) -> None:
+        phase = self._now()
+        if phase != self._phase:
+            self._phase = phase
+            self.since = self.loop.time()
+
+    def _now(self) -> Phase:
+        if self.transport.is_closing():
+            return "closing"
+        # Also where the response was sent before: a body that nobody reads holds the connection, too.
+        if self.conn.their_state is h11.SEND_BODY:
+            return "body"
+        if self.cycle is not None and not self.cycle.response_complete:
+            return "busy"
+        if self.cycle is None or self.conn.trailing_data[0]:
+            return "headers"
+        return "idle"
+
+    async def _quick_answers(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The app, of which a connection beyond the limit gets what takes no time."""
+        if scope["method"] in ("GET", "HEAD") or not self.registry.full:
+            await self._whole_app(scope, receive, send)
+            return
+        logger.warning("all %d connections are busy: further requests get 503", self.registry.most)
+        response = error_response(_crowded(f"all {self.registry.most} connections of the server are busy"))
+        response.headers["Connection"] = "close"
+        with contextlib.suppress(OSError):
+            await response(scope, receive, send)

@@ -1,0 +1,110 @@
+"""The HTTP server around the app: its start, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import math
+import signal
+import time
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from llamatap.serve.connections import ConnectionOptions, HttpConfig
+from llamatap.serve.logs import logger
+from llamatap.serve.state import Server
+
+__all__ = ["HttpServer"]
+
+# For answers that say that a request was not finished.
+_GRACE_SECONDS = 5.0
+
+_NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class HttpServer(uvicorn.Server):
+    """Serves an app until SIGTERM or Ctrl-C.
+
+    :param app: of :func:`llamatap.serve.create_app`.
+    :param drain: seconds that requests in flight have at the end; a second signal ends them at once.
+    :param more: options of :class:`uvicorn.Config`.
+    """
+
+    def __init__(
+        self, app: FastAPI, options: ConnectionOptions | None = None, *, drain: float = 60.0, **more: Any
+    ) -> None:
+        config = HttpConfig(app, options or ConnectionOptions(), **more)
+        # By then everything was told to end, and every connection was closed.
+        config.timeout_graceful_shutdown = math.ceil(drain + 2 * _GRACE_SECONDS)
+        super().__init__(config)
+        self.drain = drain
+        self.connections = config.connections
+        self.app: Server = app.state.server
+        self._hurry = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._refused_at = -math.inf
+
+    async def startup(self, sockets: Any = None) -> None:
+        """Listen."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self._failed)
+        await super().startup(sockets)
+        self._watch = asyncio.create_task(self.connections.watch())
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        logger.info("running on http://%s:%d (Ctrl-C ends it)", f"[{host}]" if ":" in host else host, port)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop; the second time at once; the third time whatever is left behind."""
+        if self.should_exit and not self._hurry.is_set() and self._loop is not None:
+            self._captured_signals.append(sig)
+            self._loop.call_soon_threadsafe(self._hurry.set)
+        else:
+            super().handle_exit(signal.SIGINT if self._hurry.is_set() else sig, frame)
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        """Refuse new work, drop what has not arrived whole, finish or end what is in flight."""
+        half_open = sum(one.phase != "idle" for one in self.connections.waiting())
+        busy = len(self.connections) - len(self.connections.waiting())
+        logger.info(
+            "stopping: %d requests in flight have %g s; %d half-open connections were dropped",
+            busy,
+            self.drain,
+            half_open,
+        )
+        end = asyncio.create_task(self._end())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            for task in (end, self._watch):
+                if task is not None:
+                    task.cancel()
+
+    async def _end(self) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._hurry.wait(), self.drain)
+        if self.server_state.tasks:
+            logger.warning("%d requests were not finished: they end with 503", len(self.server_state.tasks))
+        self.app.ending.begin()
+        await asyncio.sleep(_GRACE_SECONDS)
+        # Who reads nothing cannot be told.
+        self.connections.abort()
+
+    def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What the event loop cannot tell anyone else."""
+        error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in _NO_RESOURCES:
+            # asyncio says so for each of a whole backlog, and tries again after a second.
+            if time.monotonic() - self._refused_at >= 1.0:
+                self._refused_at = time.monotonic()
+                dropped = self.connections.drop(self.connections.reserve)
+                logger.error(
+                    "no connection can be accepted: %s; dropped %d that waited", error.strerror, dropped
+                )
+        elif not (self.should_exit and "_start_serving" in str(context.get("handle"))):
+            # (That retry comes too late for a closed listener.)
+            loop.default_exception_handler(context)

@@ -1,0 +1,48 @@
+"""Log lines of the server: what people who run it see."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import logging.config
+import time
+
+__all__ = ["OncePerSecond", "configure", "logger"]
+
+logger = logging.getLogger("llamatap.serve")
+
+
+class OncePerSecond(logging.Filter):
+    """Lets each kind of message through once a second: clients can cause them at any rate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[tuple[str, str], float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is shown. Tracebacks and what merely informs always are."""
+        if record.levelno < logging.WARNING or record.exc_info:
+            return True
+        kind, now = (record.name, str(record.msg)[:100]), time.monotonic()
+        if now - self._last.get(kind, -1.0) < 1.0:
+            return False
+        if len(self._last) > 1000:
+            self._last.clear()
+        self._last[kind] = now
+        return True
+
+
+def configure(verbose: bool) -> None:
+    """Show the server's lines on stderr, and requests on stdout; with ``verbose`` the engine's and uvicorn's
+    own, too."""
+    from uvicorn.config import LOGGING_CONFIG
+
+    config = copy.deepcopy(LOGGING_CONFIG)
+    level = "INFO" if verbose else "WARNING"
+    config["filters"] = {"rate": {"()": OncePerSecond}}
+    config["handlers"]["default"]["filters"] = ["rate"]
+    config["loggers"]["uvicorn.error"] = {"level": level}
+    config["loggers"]["llamatap"] = {"handlers": ["default"], "level": level, "propagate": False}
+    config["loggers"]["llamatap.serve"] = {"level": "INFO"}
+    config["loggers"]["llamatap.engine"] = {"level": level if verbose else "CRITICAL"}
+    logging.config.dictConfig(config)

@@ -1,0 +1,72 @@
+"""What is wrong with a body, by field, as a client writes it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+
+__all__ = ["unreadable_body", "validation_message"]
+
+# Of pydantic's kinds of problems, what is put better.
+_SAID = {"finite_number": "must be a finite number", "model_attributes_type": "must be an object"}
+
+
+def _path(location: Sequence[str | int], body: Any, missing: bool) -> str:
+    """A place in a body: ``messages[0].content[1].image_url``. pydantic's own has the branches of unions
+    among the fields: what is in the body tells them apart.
+
+    :param missing: whether the last part is a field that is not there.
+    """
+    path, here = "", body
+    for i, part in enumerate(location):
+        if isinstance(here, list) and isinstance(part, int):
+            path += f"[{part}]"
+            here = here[part] if part < len(here) else None
+        elif isinstance(here, dict) and (part in here or (missing and i == len(location) - 1)):
+            path += f".{part}" if path else str(part)
+            here = here.get(part)
+    return path
+
+
+def validation_message(error: RequestValidationError) -> str:
+    """What is wrong with a body, its first mistakes."""
+    found: list[tuple[str, str]] = []
+    problems: list[dict[str, Any]] = list(error.errors())
+    for problem in problems[:5]:
+        kind, said = problem["type"], _SAID.get(problem["type"], problem["msg"])
+        if kind == "json_invalid":
+            return f"the body is no JSON: {problem.get('ctx', {}).get('error', said)}"
+        where = _path(problem["loc"][1:], error.body, kind == "missing")
+        if kind == "unknown_field":
+            found.append((where, f"{where}.{said}" if where else said))
+        elif not where:
+            found.append((where, "a request is a JSON object"))
+        elif kind == "unserved":
+            found.append((where, f"{where} {said}; leave it out"))
+        else:
+            found.append((where, f"{where}: {said}"))
+    # Of a field that may be of several types the mistake is where one of them fits best.
+    deepest = [
+        said
+        for where, said in found
+        if not any(other.startswith((f"{where}.", f"{where}[")) for other, _ in found)
+    ]
+    return "; ".join(dict.fromkeys(deepest))
+
+
+def unreadable_body(cause: BaseException | None) -> str:
+    """What is wrong with a body that Python's reader of JSON gives up on.
+
+    :param cause: what it raised.
+    """
+    if isinstance(cause, UnicodeDecodeError):
+        return f"the body is no JSON in UTF-8: {cause.reason} at byte {cause.start}"
+    if isinstance(cause, RecursionError):
+        return "the body is nested too deeply"
+    if isinstance(cause, ValueError):
+        # The limit of digits is the only other one.
+        return f"an integer in the body has more than {sys.get_int_max_str_digits()} digits"
+    return "the body cannot be read"
