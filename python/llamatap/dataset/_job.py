@@ -113,6 +113,7 @@ class Job:
             "template": options.template,
             "template_variables": dict(options.template_variables),
             "date": date,
+            "supervise_empty_thoughts": options.supervise_empty_thoughts,
             "batch_tokens": options.batch_tokens,
             "context": {
                 key: value

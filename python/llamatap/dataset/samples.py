@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -17,7 +18,8 @@ from numpy.typing import NDArray
 from llamatap._native import usable_cpus
 from llamatap.dataset._marks import SAID
 from llamatap.dataset._masking import Masker
-from llamatap.dataset._turns import assistant_turns
+from llamatap.dataset._thoughts import Frame, frames, without_empty_thought
+from llamatap.dataset._turns import Render, assistant_turns
 from llamatap.dataset.rows import Row
 from llamatap.errors import Error, InvalidInputError
 from llamatap.model import Model, token_array
@@ -113,6 +115,7 @@ class Preparation:
     :ivar template: a chat template in place of the model's own.
     :ivar template_variables: variables for it, e.g. ``enable_thinking``.
     :ivar date: what templates take for today, YYYY-MM-DD.
+    :ivar supervise_empty_thoughts: whether the empty thoughts that a template adds are in the loss mask.
     """
 
     max_length: int
@@ -121,6 +124,7 @@ class Preparation:
     template: str | None = None
     template_variables: Mapping[str, Any] | None = None
     date: str | None = None
+    supervise_empty_thoughts: bool = False
 
 
 @dataclass
@@ -243,9 +247,32 @@ class Preparer:
     def _of_messages(
         self, messages: Sequence[Mapping[str, Any]], tools: Any
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        render = self._render(_tools(tools) if tools else None)
+        text = render(messages)
+        if not text:
+            raise InvalidInputError("the chat template makes an empty text of the messages")
+        if any(isinstance(one.get("content"), list) and str(one["content"]) in text for one in messages):
+            # The template does not know of parts, and writes them as Python does.
+            messages = [_joined(index, message) for index, message in enumerate(messages)]
+            text = render(messages)
+        turns = assistant_turns(render, messages, text)
+        if not self._how.supervise_empty_thoughts:
+            turns = [
+                without_empty_thought(
+                    turn, text, None if turn.message is None else messages[turn.message], self._frames
+                )
+                for turn in turns
+            ]
+        return self._masker.mask(text, turns)
+
+    @functools.cached_property
+    def _frames(self) -> list[Frame]:
+        return frames(self._render())
+
+    def _render(self, tools: Any = None) -> Render:
         variables = dict(self._variables)
         if tools:
-            variables["tools"] = _tools(tools)
+            variables["tools"] = tools
 
         def render(
             some: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = False, **marks: Any
@@ -254,14 +281,7 @@ class Preparer:
                 some, add_generation_prompt, template=self._how.template, **variables, **marks
             )
 
-        text = render(messages)
-        if not text:
-            raise InvalidInputError("the chat template makes an empty text of the messages")
-        if any(isinstance(one.get("content"), list) and str(one["content"]) in text for one in messages):
-            # The template does not know of parts, and writes them as Python does.
-            messages = [_joined(index, message) for index, message in enumerate(messages)]
-            text = render(messages)
-        return self._masker.mask(text, assistant_turns(render, messages, text))
+        return render
 
 
 def _is_missing(value: Any) -> bool:
