@@ -436,6 +436,20 @@ def test_nobody_learns_to_say_none(smollm2: lt.Model, content: dict[str, Any], w
     assert smollm2.detokenize(tokens[mask]) == "Yo\nBye<|im_end|>"
 
 
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+def test_calls_without_a_content(qwen: lt.Model, content: dict[str, Any]) -> None:
+    """OpenAI's clients have null there and arguments in JSON, and Parquet has no nulls."""
+    function = {"name": "f", "arguments": '{"a": "b"}'}
+    call = {"role": "assistant", "tool_calls": [{**CALL, "function": function}], **content}
+    messages = [USER, call, *TOOLS[2:]]
+    written = b'{"name": "f", "arguments": {"a": "b"}}'
+    for name in ("Qwen-Qwen3-0.6B", "Qwen-Qwen2.5-7B-Instruct", "Qwen-QwQ-32B"):
+        assert masked(qwen, messages, template=vendored(name)) == [
+            b"<tool_call>\n%b\n</tool_call><|im_end|>" % written,
+            b"Done.<|im_end|>",
+        ]
+
+
 def test_the_date_of_templates(tmp_path: Path) -> None:
     template = f"{{{{ strftime_now('%d %m %Y') }}}}{TEMPLATE}"
     with lt.Model(TinyLlama().write(tmp_path / "tiny.gguf", chat_template=template)) as model:

@@ -187,7 +187,6 @@ REFUSED: dict[str, tuple[Callable[[list[Message]], bool], str]] = {
     "HuggingFaceTB-SmolLM3-3B": (lambda chat: calls_and_nothing_else(chat) or has_parts(chat), UNSAID),
     "LFM2-8B-A1B": NO_CALLS,
     "LFM2.5-Instruct": NO_CALLS,
-    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": NO_CALLS,
     "google-gemma-2-2b-it": NO_CALLS,
     "ibm-granite-granite-3.3-2B-Instruct": NO_CALLS,
     "llama-cpp-rwkv-world": NO_CALLS,
@@ -205,6 +204,8 @@ REFUSED: dict[str, tuple[Callable[[list[Message]], bool], str]] = {
 UNENDED = {
     # The results of tools follow in the same turn.
     "Apertus-8B-Instruct": r"<\|tools_suffix\|>$",
+    # Nothing ends the first call.
+    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": "<\uff5ctool\u2581call\u2581end\uff5c>$",
     # The assistant goes on at once.
     "GLM-4.6": r"blenth$",
     "GLM-4.7-Flash": r"blenth$",

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llamatap import chat
+from llamatap._history import SAID
 from llamatap._native import usable_cpus
-from llamatap.dataset._marks import SAID
 from llamatap.dataset._masking import Masker
 from llamatap.dataset._thoughts import Frame, frames, without_empty_thought
 from llamatap.dataset._turns import Render, assistant_turns
@@ -247,6 +248,10 @@ class Preparer:
     def _of_messages(
         self, messages: Sequence[Mapping[str, Any]], tools: Any
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        template = self._how.template or self._model.chat_template
+        if template is not None:
+            # Before there are marks in them.
+            messages = chat.read(template, messages)
         render = self._render(_tools(tools) if tools else None)
         text = render(messages)
         if not text:
