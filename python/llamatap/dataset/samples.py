@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from llamatap import chat
 from llamatap._history import SAID
 from llamatap._native import usable_cpus
+from llamatap._unparsed import say
 from llamatap.dataset._masking import Masker
 from llamatap.dataset._thoughts import Frame, frames, without_empty_thought
 from llamatap.dataset._turns import Render, assistant_turns
 from llamatap.dataset.rows import Row
-from llamatap.errors import Error, InvalidInputError
+from llamatap.errors import Error, InvalidInputError, UnsupportedError
 from llamatap.model import Model, token_array
 
 __all__ = ["Preparation", "Preparer", "Sample", "Samples", "prepare"]
@@ -144,6 +145,8 @@ def prepare(
 
     :param skip: called with each row that gives no sample, and why. What it raises ends the work.
     :raises InvalidInputError: there are no rows.
+    :raises UnsupportedError: the model has no tokenizer or chat template for them, or the template writes
+        control tokens that the tokenizer splits.
     """
     preparer = Preparer(model, how)
     samples = Samples()
@@ -152,6 +155,9 @@ def prepare(
     def attempt(row: Row) -> tuple[NDArray[np.int32], NDArray[np.bool_], bool] | Error:
         try:
             return preparer(row)
+        except UnsupportedError:
+            # The model is at fault, and not the row.
+            raise
         except Error as error:
             return error
 
@@ -256,6 +262,7 @@ class Preparer:
         text = render(messages)
         if not text:
             raise InvalidInputError("the chat template makes an empty text of the messages")
+        self._check_parsed(text, messages)
         if any(isinstance(one.get("content"), list) and str(one["content"]) in text for one in messages):
             # The template does not know of parts, and writes them as Python does.
             messages = [_joined(index, message) for index, message in enumerate(messages)]
@@ -269,6 +276,16 @@ class Preparer:
                 for turn in turns
             ]
         return self._masker.mask(text, turns)
+
+    def _check_parsed(self, text: str, messages: Sequence[Mapping[str, Any]]) -> None:
+        """:raises UnsupportedError: the template writes control tokens that the tokenizer splits."""
+        tokens = self._model.unparsed_tokens(self._how.template)
+        if tokens:
+            # Others may speak of such a token.
+            said = json.dumps(messages, ensure_ascii=False, default=str)
+            written = {name: token for name, token in tokens.items() if text.count(name) > said.count(name)}
+            if written:
+                raise UnsupportedError(f"{say(written)}, or give input_ids with a loss_mask")
 
     @functools.cached_property
     def _frames(self) -> list[Frame]:
