@@ -52,9 +52,9 @@ class DataBuffer:
         (:attr:`collected_data`) are kept, and of earlier ones the tokens alone.
     :param current_size: how many samples of the current step are kept in :attr:`collected_data`.
     :param dtype: what states are converted to, "bfloat16" for half of the memory; None keeps them.
-    :param max_bytes: how much memory all states take together, n_layers * n_embd values a token; beyond it the
-        oldest samples make room, in :attr:`collected_data` too, but the newest one stays, whatever it takes.
-        None for no bound.
+    :param max_bytes: how much memory all states take together, n_layers * n_embd values a token. Beyond it
+        the oldest samples make room, in :attr:`collected_data` too, but the newest one stays, whatever it
+        takes. None for no bound.
     :raises InvalidInputError: an argument is wrong.
     """
 
