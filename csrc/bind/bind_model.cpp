@@ -128,6 +128,13 @@ void register_model(py::module_& module) {
           [](const Model& model, int32_t token) { return py::bytes(model.vocab().text(token)); },
           py::arg("token"))
       .def(
+          "find_tokens",
+          [](const Model& model, const std::vector<std::string>& texts) {
+            const GilReleased released;
+            return model.vocab().find(texts);
+          },
+          py::arg("texts"), "For each text the token that the file spells so, if there is one.")
+      .def(
           "is_end_of_generation",
           [](const Model& model, int32_t token) { return model.vocab().is_end_of_generation(token); },
           py::arg("token"))

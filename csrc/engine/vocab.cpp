@@ -3,6 +3,8 @@
 #include <llama.h>
 
 #include <limits>
+#include <string_view>
+#include <unordered_map>
 
 #include "engine/abort.hpp"
 #include "engine/error.hpp"
@@ -118,6 +120,20 @@ std::string Vocab::text(int32_t token) const {
   require_tokenizer();
   check(token);
   return llama_vocab_get_text(vocab_, token);
+}
+
+std::vector<std::optional<int32_t>> Vocab::find(const std::vector<std::string>& texts) const {
+  require_tokenizer();
+  std::unordered_map<std::string_view, std::optional<int32_t>> ids;
+  for (const std::string& text : texts) ids.emplace(text, std::nullopt);
+  for (int32_t token = 0; token < size(); ++token) {
+    const auto found = ids.find(llama_vocab_get_text(vocab_, token));
+    if (found != ids.end() && !found->second) found->second = token;
+  }
+  std::vector<std::optional<int32_t>> result;
+  result.reserve(texts.size());
+  for (const std::string& text : texts) result.push_back(ids.at(text));
+  return result;
 }
 
 }  // namespace llamatap

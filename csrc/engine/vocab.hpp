@@ -33,6 +33,8 @@ class Vocab {
   std::optional<int32_t> mask() const;
   /// The text of a token as the file spells it.
   std::string text(int32_t token) const;
+  /// The tokens that the file spells as these texts; the first one of each, in order of the texts.
+  std::vector<std::optional<int32_t>> find(const std::vector<std::string>& texts) const;
   /// Throws InvalidInput unless 0 <= token < size().
   void check(int32_t token) const;
 

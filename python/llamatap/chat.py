@@ -9,12 +9,13 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from llamatap._history import history
 from llamatap.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
 
-__all__ = ["GENERATION_END", "GENERATION_START", "fill", "free_variables", "render"]
+__all__ = ["GENERATION_END", "GENERATION_START", "fill", "free_variables", "read", "render"]
 
 #: Variables whose values are written where ``{% generation %}`` and ``{% endgeneration %}`` stand: the tags
 #: with which templates say what an assistant generates. Nothing is written where they are not given.
@@ -110,14 +111,47 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: An
     controls, ``{% generation %}``, ``raise_exception``, ``strftime_now`` and a plain ``tojson``. It is
     immutable and sandboxed: a template comes with a model file, from anywhere.
 
-    :raises InvalidInputError: the template is broken, or refuses the messages.
+    Messages are given to it as :func:`read` has them.
+
+    :raises InvalidInputError: the template is broken, or refuses the messages; there are none, or one of them
+        says nothing.
+    """
+    return _render(template, read(template, messages), **variables)
+
+
+def read(template: str, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages in the form that a template reads: with a content where a call of a tool has null or none,
+    and with the call's arguments as a mapping, or in JSON where the template reads nothing else.
+
+    :raises InvalidInputError: they are no messages, there are none, or one of them says nothing.
     """
     if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
         raise InvalidInputError(
             f'messages must be a list of {{"role": ..., "content": ...}}, not {reprlib.repr(messages)}'
         )
-    messages = [dict(message) for message in messages]
-    return _rendered("chat template", template, {"messages": messages, **variables}, False)
+    return history(template, messages, _with_tools)
+
+
+def _render(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    copies = [dict(message) for message in messages]
+    return _rendered("chat template", template, {"messages": copies, **variables}, False)
+
+
+def _with_tools(template: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Messages with calls of tools, rendered to see what the template reads of them."""
+    function = {
+        "name": messages[1]["tool_calls"][0]["function"]["name"],
+        "description": "Does it.",
+        "parameters": {"type": "object", "properties": {}, "required": []},
+    }
+    return _render(
+        template,
+        messages,
+        tools=[{"type": "function", "function": function}],
+        bos_token="<s>",
+        eos_token="</s>",
+        add_generation_prompt=False,
+    )
 
 
 def fill(template: str, **variables: Any) -> str:

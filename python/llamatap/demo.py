@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap.errors import UnsupportedError
+from llamatap._extras import needs
 from llamatap.extract import extract
 from llamatap.fetch import fetch
 from llamatap.model import Model
@@ -33,14 +33,10 @@ def run(model_path: Path | None, text: str | None, picture: Path) -> None:
     :param model_path: a GGUF file; None fetches SmolLM2-135M-Instruct.
     :param text: the prompt; None for one of our own.
     :param picture: the PNG to write.
-    :raises UnsupportedError: matplotlib is not installed.
+    :raises MissingPackageError: matplotlib is not installed.
     """
-    try:
+    with needs("demo", "the picture"):
         import matplotlib as mpl
-    except ImportError as error:
-        raise UnsupportedError(
-            "the demo draws with matplotlib; install it with: pip install matplotlib"
-        ) from error
     mpl.use("Agg")
 
     path = model_path if model_path is not None else fetch("smollm2")

@@ -10,6 +10,7 @@ __all__ = [
     "EngineError",
     "Error",
     "InvalidInputError",
+    "MissingPackageError",
     "ModelLoadError",
     "ModelNotFoundError",
     "NotFiniteError",
@@ -32,6 +33,10 @@ class NotFiniteError(InvalidInputError):
 
 class UnsupportedError(Error, NotImplementedError):
     """The model, the build or the engine cannot do what was asked for."""
+
+
+class MissingPackageError(UnsupportedError, ImportError):
+    """A package is not installed: the message names the extra of llamatap that brings it."""
 
 
 class ModelLoadError(Error, OSError):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from llamatap import _limits, chat
+from llamatap import _limits, _unparsed, chat
 from llamatap._check import flag, integer
 from llamatap._closing import Closing
 from llamatap._files import ModelFiles
@@ -111,6 +111,7 @@ class Model(Closing):
         # Set first: __repr__ and close() work on a model that failed to load.
         self._native: _core.Model | None = None
         self._extractor: Extractor | None = None
+        self._unparsed: dict[str, dict[str, int]] = {}
         self._lock = threading.Lock()
         if not isinstance(path, (str, os.PathLike)):
             raise InvalidInputError(f"path must be a str or a path, not {type(path).__name__}")
@@ -396,18 +397,43 @@ class Model(Closing):
         text = template if template is not None else self.chat_template
         if text is None:
             raise UnsupportedError(f"{self.path.name} has no chat template; give one as template=")
+        found = self._render(text, messages, add_generation_prompt=add_generation_prompt, **kwargs)
+        self.unparsed_tokens(text)
+        return found
+
+    def unparsed_tokens(self, template: str | None = None) -> dict[str, int]:
+        """Tokens that a chat template writes as control tokens and that this file does not mark as such.
+
+        :meth:`tokenize` splits them, and the model reads a chat that it was not trained on. The logger
+        ``llamatap`` tells of them once a model.
+
+        :param template: a template in place of the file's own.
+        :returns: their ids by their spelling; empty where all is well, or there is no template or tokenizer.
+        """
+        text = template if template is not None else self.chat_template
+        if text is None:
+            return {}
+        if text not in self._unparsed:
+            texts = _unparsed.probe_texts(functools.partial(self._render, text))
+            try:
+                found = _unparsed.unparsed(self.native, texts)
+            except UnsupportedError:
+                found = {}
+            with self._lock:
+                first = not any(self._unparsed.values())
+                self._unparsed[text] = found
+            if found and first:
+                _logger.warning("%s: %s", self.path.name, _unparsed.say(found))
+        return dict(self._unparsed[text])
+
+    def _render(self, template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         native = self.native
 
         def spelled(token: int | None) -> str:
             return "" if token is None else native.token_text(token).decode(errors="replace")
 
-        variables = {
-            "bos_token": spelled(native.bos),
-            "eos_token": spelled(native.eos),
-            "add_generation_prompt": add_generation_prompt,
-            **kwargs,
-        }
-        return chat.render(text, messages, **variables)
+        own = {"bos_token": spelled(native.bos), "eos_token": spelled(native.eos)}
+        return chat.render(template, messages, **own | variables)
 
     def context(self, **options: Unpack[ContextOptions]) -> Context:
         """A new context; the options are those of :class:`llamatap.Context`."""

@@ -63,6 +63,8 @@ class Probe:
     n_vocab: int | None = None
     n_ctx_train: int | None = None
     chat_template: bool | None = None
+    #: Control tokens that the chat template writes and the tokenizer splits: the file does not mark them.
+    unparsed_tokens: dict[str, int] | None = None
     #: H_0..H_n, then norm(H_n) where the model has a final norm.
     layers: tuple[LayerProbe, ...] = ()
 
@@ -179,6 +181,7 @@ def _find_out(path: Path, say: Callable[..., None], n_threads: int | None) -> No
             n_ctx_train=model.n_ctx_train,
             chat_template=model.chat_template is not None,
         )
+        _say(unparsed_tokens=model.unparsed_tokens())
         layers: list[LayerId] = [*range(model.n_layer + 1)]
         if model.layer_map.has_norm:
             layers.append("norm")

@@ -112,8 +112,9 @@ def test_specforge(tiny: TinyLlama, tiny_model: lt.Model, tmp_path: Path, dtype:
 
 def test_what_a_layout_needs(tiny_model: lt.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for layout, package in (("speculators", "pyarrow"), ("specforge", "torch")):
-        with pytest.raises(lt.UnsupportedError, match=f"layout {layout} needs {package}: pip install"):
+    for layout, package, extra in (("speculators", "pyarrow", "dataset"), ("specforge", "torch", "train")):
+        expected = rf'layout {layout} needs {package}: pip install "llamatap\[{extra}\]"$'
+        with pytest.raises(lt.MissingPackageError, match=expected):
             dataset.write(tiny_model, [{"text": "ab"}], tmp_path / "o", Options(layers=[1], layout=layout))
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from datasets_of import TEMPLATE
 from tiny import TinyLlama, write_vocabulary
@@ -16,7 +18,8 @@ from llamatap.dataset._turns import Turn, assistant_turns
 from llamatap.dataset.samples import Preparation, Preparer, prepare
 
 ROOT = Path(__file__).resolve().parents[2]
-TEMPLATES = ROOT / "vendor" / "llama.cpp" / "models" / "templates"
+VOCABULARIES = ROOT / "vendor" / "llama.cpp" / "models"
+TEMPLATES = VOCABULARIES / "templates"
 
 USER: dict[str, Any] = {"role": "user", "content": "Hi"}
 PLAIN: list[dict[str, Any]] = [
@@ -81,7 +84,7 @@ END = "<|im_end|>\n"
 @pytest.mark.parametrize(
     ("name", "messages", "expected"),
     [
-        # The last turn gets an empty thought, and blanks stay.
+        # The last turn gets an empty thought, which is of the turn and does not count; blanks stay.
         ("Qwen-Qwen3-0.6B", PLAIN, [("Yo", END), ("<think>\n\n</think>\n\n Bye.", f"\n{END}")]),
         # Earlier thoughts are left out.
         ("Qwen-Qwen3-0.6B", THOUGHT, [("Yo", END), ("<think>\nso\n</think>\n\nBye.", END)]),
@@ -266,10 +269,98 @@ def test_tokens_of_turns(smollm2: lt.Model) -> None:
 
 
 def test_a_call_that_is_written_otherwise_while_it_is_the_last(smollm2: lt.Model) -> None:
-    assert masked(smollm2, TOOLS, template=vendored("Qwen-Qwen3-0.6B")) == [
-        b'<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call><|im_end|>',
+    template = vendored("Qwen-Qwen3-0.6B")
+    call = b'<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call><|im_end|>'
+    assert masked(smollm2, TOOLS, template=template) == [call, b"Done.<|im_end|>"]
+    assert masked(smollm2, TOOLS, template=template, supervise_empty_thoughts=True) == [
+        call,
         b"<think>\n\n</think>\n\nDone.<|im_end|>",
     ]
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Iterator[lt.Model]:
+    path = VOCABULARIES / "ggml-vocab-qwen35.gguf"
+    if not path.exists():
+        pytest.skip("the vocabularies are not there; `make test` fetches them")
+    with lt.Model(path, vocab_only=True) as model:
+        yield model
+
+
+def test_empty_thoughts_that_a_template_adds_do_not_count(qwen: lt.Model) -> None:
+    """Case 46: NVIDIA-NeMo/Automodel#3739; only `import sys<|im_end|>` is said: 3 of 21 tokens."""
+    template = vendored("Qwen-Qwen3-0.6B")
+    messages = [
+        {"role": "user", "content": "Write hello."},
+        {"role": "assistant", "content": "import sys"},
+    ]
+    preparer = Preparer(qwen, Preparation(4096, template=template))
+    tokens, mask, _ = preparer({"messages": messages})
+    empty = "<think>\n\n</think>\n\n"
+    assert qwen.detokenize(tokens).endswith(f"<|im_start|>assistant\n{empty}import sys<|im_end|>\n")
+    assert (int(mask.sum()), len(tokens)) == (3, 21)
+    assert mask.tolist() == [False] * 17 + [True] * 3 + [False]
+    assert qwen.detokenize(tokens[mask]) == "import sys<|im_end|>"
+    # Who wants a model to learn when not to think says so.
+    thinking = Preparer(qwen, Preparation(4096, template=template, supervise_empty_thoughts=True))
+    tokens, mask, _ = thinking({"messages": messages})
+    assert qwen.detokenize(tokens[mask]) == f"{empty}import sys<|im_end|>"
+    assert int(mask.sum()) == 9
+
+
+def test_turns_are_masked_alike(qwen: lt.Model) -> None:
+    """The rest of case 46: the template leaves the empty thought out of the first turn."""
+    messages = [
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "content": "Four."},
+        {"role": "user", "content": "And 2 more?"},
+        {"role": "assistant", "content": "Six is the answer."},
+    ]
+    for name in ("Qwen3.5-4B", "Qwen-Qwen3-0.6B"):
+        assert masked(qwen, messages, template=vendored(name)) == [
+            b"Four.<|im_end|>",
+            b"Six is the answer.<|im_end|>",
+        ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        # Thoughts that are there count, with what is around them.
+        ({"content": "Yo", "reasoning_content": "hm"}, b"<think>\nhm\n</think>\n\nYo<|im_end|>"),
+        ({"content": "<think>\nhm\n</think>\n\nYo"}, b"<think>\nhm\n</think>\n\nYo<|im_end|>"),
+        # So does an empty one that the row itself has, but not an empty field.
+        ({"content": "<think>\n\n</think>\n\nYo"}, b"<think>\n\n</think>\n\nYo<|im_end|>"),
+        ({"content": "Yo", "reasoning_content": ""}, b"Yo<|im_end|>"),
+        # Blanks are the template's as far as it writes them itself.
+        ({"content": "  Yo"}, b"  Yo<|im_end|>"),
+        ({"content": "\n\nYo"}, b"Yo<|im_end|>"),
+        # The template takes what comes before for a thought.
+        ({"content": "hm</think>Yo"}, b"<think>\nhm\n</think>\n\nYo<|im_end|>"),
+        (
+            {"content": "", "tool_calls": [CALL]},
+            b'<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call><|im_end|>',
+        ),
+    ],
+)
+def test_thoughts_of_the_row_count(qwen: lt.Model, answer: dict[str, Any], expected: bytes) -> None:
+    messages = [USER, {"role": "assistant", **answer}]
+    assert masked(qwen, messages, template=vendored("Qwen-Qwen3-0.6B")) == [expected]
+
+
+def test_the_newline_after_a_turn_does_not_count(smollm2: lt.Model) -> None:
+    """Case 51: tools differ; the engine stops at <|im_end|>, so no model ever generates the newline."""
+    tokens, mask, _ = Preparer(smollm2, Preparation(4096))({"messages": PLAIN})
+    text = smollm2.detokenize(tokens)
+    assert text.count("<|im_end|>\n") == 5
+    (end,) = smollm2.tokenize("<|im_end|>", add_special=False).tolist()
+    (newline,) = smollm2.tokenize("\n", add_special=False).tolist()
+    assert smollm2.is_end_of_generation(end)
+    ends = np.flatnonzero(tokens == end)
+    assert (tokens[ends + 1] == newline).all()
+    # System, Hi, Yo, Hi, Bye.
+    assert mask[ends].tolist() == [False, False, True, False, True]
+    assert not mask[ends + 1].any()
 
 
 def test_blanks_of_a_vocabulary_of_bytes(tmp_path: Path) -> None:
@@ -290,7 +381,9 @@ def test_prompts_that_begin_a_thought(smollm2: lt.Model) -> None:
         smollm2.tokenize("</think>", add_special=False)[0],
     )
     assert first[0] != first[1]
-    assert masked(smollm2, [USER, {"role": "assistant", "content": "Yo"}], template=template) == [
+    messages = [USER, {"role": "assistant", "content": "Yo"}]
+    assert masked(smollm2, messages, template=template) == [b"Yo<|im_end|>"]
+    assert masked(smollm2, messages, template=template, supervise_empty_thoughts=True) == [
         b"</think>Yo<|im_end|>"
     ]
 
@@ -341,6 +434,20 @@ def test_nobody_learns_to_say_none(smollm2: lt.Model, content: dict[str, Any], w
     messages = [USER, {"role": "assistant", "content": parts}]
     tokens, mask, _ = Preparer(smollm2, Preparation(4096, template=template))({"messages": messages})
     assert smollm2.detokenize(tokens[mask]) == "Yo\nBye<|im_end|>"
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+def test_calls_without_a_content(qwen: lt.Model, content: dict[str, Any]) -> None:
+    """OpenAI's clients have null there and arguments in JSON, and Parquet has no nulls."""
+    function = {"name": "f", "arguments": '{"a": "b"}'}
+    call = {"role": "assistant", "tool_calls": [{**CALL, "function": function}], **content}
+    messages = [USER, call, *TOOLS[2:]]
+    written = b'{"name": "f", "arguments": {"a": "b"}}'
+    for name in ("Qwen-Qwen3-0.6B", "Qwen-Qwen2.5-7B-Instruct", "Qwen-QwQ-32B"):
+        assert masked(qwen, messages, template=vendored(name)) == [
+            b"<tool_call>\n%b\n</tool_call><|im_end|>" % written,
+            b"Done.<|im_end|>",
+        ]
 
 
 def test_the_date_of_templates(tmp_path: Path) -> None:

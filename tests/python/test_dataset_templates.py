@@ -187,7 +187,6 @@ REFUSED: dict[str, tuple[Callable[[list[Message]], bool], str]] = {
     "HuggingFaceTB-SmolLM3-3B": (lambda chat: calls_and_nothing_else(chat) or has_parts(chat), UNSAID),
     "LFM2-8B-A1B": NO_CALLS,
     "LFM2.5-Instruct": NO_CALLS,
-    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": NO_CALLS,
     "google-gemma-2-2b-it": NO_CALLS,
     "ibm-granite-granite-3.3-2B-Instruct": NO_CALLS,
     "llama-cpp-rwkv-world": NO_CALLS,
@@ -205,6 +204,8 @@ REFUSED: dict[str, tuple[Callable[[list[Message]], bool], str]] = {
 UNENDED = {
     # The results of tools follow in the same turn.
     "Apertus-8B-Instruct": r"<\|tools_suffix\|>$",
+    # Nothing ends the first call.
+    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": "<\uff5ctool\u2581call\u2581end\uff5c>$",
     # The assistant goes on at once.
     "GLM-4.6": r"blenth$",
     "GLM-4.7-Flash": r"blenth$",
@@ -242,7 +243,11 @@ def arguments(value: Any) -> Iterator[str]:
 
 
 def runs(
-    model: lt.Model, template: str, messages: list[Message], tools: list[Message] | None = None
+    model: lt.Model,
+    template: str,
+    messages: list[Message],
+    tools: list[Message] | None = None,
+    **options: Any,
 ) -> list[tuple[str, str]]:
     """What is in the mask, run by run, and what follows that is not; the first has nothing in the mask."""
 
@@ -250,7 +255,7 @@ def runs(
         raise error
 
     row = {"messages": messages, "tools": tools}
-    (sample,) = prepare(model, [row], Preparation(1 << 20, template=template), fail).samples
+    (sample,) = prepare(model, [row], Preparation(1 << 20, template=template, **options), fail).samples
     found: list[tuple[str, str]] = [("", "")]
     pairs = zip(sample.loss_mask.tolist(), sample.tokens.tolist(), strict=True)
     for chosen, run in itertools.groupby(pairs, key=lambda pair: pair[0]):
@@ -300,6 +305,24 @@ def unended(found: list[tuple[str, str]], ends: list[str]) -> Iterator[str]:
             yield run
 
 
+# What templates write around thoughts, by names of their own.
+THOUGHT = re.compile(r"</?(mm:)?think>|<\|(close|open)\|>think|<\|(START|END)_THINKING\|>|\[/?THINK\]")
+THOUGHTS = ("musenk", "ponderl")
+
+
+def boilerplate(found: list[tuple[str, str]], shape: str) -> Iterator[str]:
+    """What is in the mask of what a template adds by itself: frames of thoughts that are not there, or what
+    it writes into one turn and not into the next."""
+    said = [run for run, _ in found[1:]]
+    for run in said:
+        if THOUGHT.search(run) and not any(thought in run for thought in THOUGHTS):
+            yield f"an empty thought is in the mask: {run!r}"
+    if shape in ("plain", "system"):
+        openings = {re.split("blenth|drostic", run)[0] for run in said}
+        if len(openings) != 1:
+            yield f"turns begin otherwise: {openings}"
+
+
 class Case:
     """A template, and a model with its special tokens."""
 
@@ -317,8 +340,8 @@ class Case:
         except lt.InvalidInputError:
             return None
 
-    def runs(self, messages: list[Message], tools: Any = None) -> list[tuple[str, str]]:
-        return runs(self.model, self.template, messages, tools)
+    def runs(self, messages: list[Message], tools: Any = None, **options: Any) -> list[tuple[str, str]]:
+        return runs(self.model, self.template, messages, tools, **options)
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -354,6 +377,7 @@ def test_every_shape(case: Case) -> None:
         if refuses(messages):
             wrong.append(f"{shape}: is not refused: {found}")
         wrong += [f"{shape}: {problem}" for problem in problems(found, messages, tools, given)]
+        wrong += [f"{shape}: {problem}" for problem in boilerplate(found, shape)]
         for run in unended(found, case.ends):
             if case.name not in UNENDED or not re.search(UNENDED[case.name], run):
                 wrong.append(f"{shape}: nothing ends {run!r}")
@@ -441,9 +465,9 @@ def test_turns_that_others_and_the_assistant_quote(case: Case) -> None:
             "GLM-4.6",
             "text and call",
             [
-                "\n<think></think>\nblenth\n<tool_call>fetchum\n<arg_key>argone</arg_key>\n"
+                "blenth\n<tool_call>fetchum\n<arg_key>argone</arg_key>\n"
                 "<arg_value>valorux</arg_value>\n</tool_call><|observation|>",
-                "\n<think></think>\ndrostic",
+                "drostic",
             ],
         ),
         # The system has the last word.
@@ -481,7 +505,7 @@ def test_turns_that_others_and_the_assistant_quote(case: Case) -> None:
                 "<tool_call>\n<function=fetchum>\n<parameter=argone>\nvalorux\n</parameter>\n</function>\n"
                 "</tool_call><|im_end|>",
                 "drostic<|im_end|>",
-                "\n</think>\nkrell<|im_end|>",
+                "krell<|im_end|>",
             ],
         ),
     ],
@@ -490,3 +514,30 @@ def test_exact_tokens(name: str, shape: str, expected: list[str], tmp_path: Path
     case = Case(name, tmp_path)
     with case.model:
         assert [run.replace("\u2581", " ") for run, _ in case.runs(SHAPES[shape])[1:]] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "opening"),
+    [
+        ("GLM-4.6", "\n<think></think>\n"),
+        ("GLM-4.7-Flash", "</think>"),
+        ("Kimi-K2-Thinking", "<think></think>"),
+        ("Kimi-K3", "<|close|>think<|sep|><|open|>response<|sep|>"),
+        ("MiniMax-M3", "</mm:think>"),
+        ("deepseek-ai-DeepSeek-V3.2", "</think>"),
+        # The template's own {% generation %} begins with the header.
+        ("poolside-Laguna-S-2.1", "<assistant><think></think>"),
+        # These are no empty thoughts: a model writes them before it says anything.
+        ("openai-gpt-oss-120b", None),
+        ("Cohere2MoE", None),
+    ],
+)
+def test_empty_thoughts_count_for_those_who_want_it(name: str, opening: str | None, tmp_path: Path) -> None:
+    case = Case(name, tmp_path)
+    with case.model:
+        default = case.runs(SHAPES["plain"])
+        wanted = case.runs(SHAPES["plain"], supervise_empty_thoughts=True)
+    if opening is None:
+        assert wanted == default
+        return
+    assert [run for run, _ in wanted] == [f"{opening if run else ''}{run}" for run, _ in default]

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 import llamatap as lt
+from llamatap._extras import missing
 from llamatap._native import _core
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 LIBRARIES = Path(_core.__file__).parent / "lib"
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,6 +73,56 @@ def test_import_brings_in_little() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     heavy = {"jinja2", "matplotlib", "safetensors", "pip", "argparse"}
     assert not heavy & set(done.stdout.split())
+
+
+#: What needs a package of an extra: code, the package, the extra.
+EXTRAS = [
+    ("from llamatap.__main__ import main; main(['demo'])", "matplotlib", "demo"),
+    ("from llamatap.__main__ import main; main(['serve', '--model', 'x=y.gguf'])", "uvicorn", "server"),
+    ("from llamatap.__main__ import main; main(['serve', '--model', 'x=y.gguf'])", "fastapi", "server"),
+    (
+        "from llamatap.__main__ import main; main(['serve', '--model', 'x=y.gguf'])",
+        "prometheus_client",
+        "server",
+    ),
+    ("from llamatap.ray._write import _ray; _ray()", "ray", "ray"),
+    ("import llamatap.train.pytorch", "torch", "train"),
+    ("import llamatap.connectors.speculators", "torch", "train"),
+    ("from llamatap.dataset.rows import import_pyarrow; import_pyarrow()", "pyarrow", "dataset"),
+    ("from llamatap.dataset._job import _layout_kind; _layout_kind('speculators')", "pyarrow", "dataset"),
+]
+
+
+@pytest.mark.parametrize(("code", "package", "extra"), EXTRAS)
+def test_what_is_missing_names_its_extra(code: str, package: str, extra: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    packages = {re.split(r"[\[>=]", one)[0] for one in project["optional-dependencies"][extra]}
+    assert package.replace("_", "-") in packages
+    hidden = f"""
+import importlib.abc, importlib.util, sys
+
+class Hidden(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == {package!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name: None if name == {package!r} else find_spec(name)
+{code}
+"""
+    done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True)
+    last = done.stderr.strip().splitlines()[-1]
+    assert re.search(rf'(^|\W){package}(\W.*|): pip install "llamatap\[{extra}\]"$', last), done.stderr
+
+
+def test_missing_packages_are_caught_as_python_names_them() -> None:
+    assert issubclass(lt.MissingPackageError, ImportError)
+    assert issubclass(lt.MissingPackageError, lt.UnsupportedError)
+    with pytest.raises(
+        lt.MissingPackageError, match=r'^torch and ray are missing: .*"llamatap\[train,ray\]"$'
+    ):
+        raise missing("torch", "ray")
 
 
 def test_import_leaves_the_environment_alone() -> None:

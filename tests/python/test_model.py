@@ -19,6 +19,8 @@ from tiny import TinyLlama
 
 import llamatap as lt
 
+VOCABULARIES = Path(__file__).resolve().parents[2] / "vendor" / "llama.cpp" / "models"
+
 
 def test_what_a_model_says_of_itself(smollm2: lt.Model) -> None:
     assert (smollm2.arch, smollm2.file_type) == ("llama", "Q4_1")
@@ -80,6 +82,23 @@ def test_bytes_that_are_no_text_never_abort(
                 whole.decode("utf-8", "replace").replace("\ufffd", ""),
                 whole.decode("utf-8", "replace").replace("\ufffd", "").removeprefix(" "),
             )
+
+
+def test_a_text_that_tokenizers_disagree_on() -> None:
+    """Case 50: llama.cpp#23252. It is disputed which ids are right: another tokenizer of Gemma 4 has 236743,
+    160319, 236859 (" ", "Caf", "\u00e9") in the place of 62367 (" Caf\u00e9"). Ours are the engine's."""
+    path = VOCABULARIES / "ggml-vocab-gemma-4.gguf"
+    if not path.exists():
+        pytest.skip("the vocabularies are not there; `make test` fetches them")
+    text = "Hello world! Café déjà vu \N{EM DASH} 123 \U0001f60a"
+    tokens = [2, 9259, 1902, 236888, 62367, 29234, 11042, 2192, 236743, 236770, 236778, 236800, 103453]
+    with lt.Model(path, vocab_only=True) as model:
+        assert model.tokenize(text).tolist() == tokens
+        pieces = [model.token_bytes(token).decode() for token in (62367, 236743, 160319, 236859)]
+        assert pieces == [" Café", " ", "Caf", "é"]
+        # Both are the text.
+        assert model.detokenize([*tokens[1:4], 236743, 160319, 236859, *tokens[5:]]) == text
+        assert model.detokenize(tokens[1:]) == text
 
 
 def test_exactly_one_bos_whoever_adds_it(tiny_model: lt.Model) -> None:

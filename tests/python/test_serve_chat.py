@@ -209,6 +209,29 @@ def test_variables_of_the_template_replace_no_field(client: Client, name: str) -
         create(client, extra_body={"chat_template_kwargs": {name: "x"}})
 
 
+def test_the_history_of_a_call_as_clients_send_it(
+    tiny: TinyLlama, tiny_model: lt.Model, tmp_path: Path
+) -> None:
+    """Contents that are null beside calls, and arguments in JSON, by a template that takes neither."""
+    template = (
+        "{% for m in messages %}{{ '[' + m.role + ']' + m.content }}{% for call in m.tool_calls %}"
+        "{{ call.function.name }}({{ call.function.arguments['city'] }}){% endfor %}{% endfor %}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "sky", "arguments": '{"city": "Oslo"}'}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "Sun?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "Rain."},
+    ]
+    path = tiny.write(tmp_path / "calls.gguf", chat_template=template)
+    with running([tiny_options(path)]) as server, client_of(server) as client:
+        for history in (messages, [messages[0], {**messages[1], "content": ""}, messages[2]]):
+            answer = create(client, history, max_tokens=1, extra_body={"return_token_ids": True})
+            assert prompt_of(answer, tiny_model) == "<s>[user]Sun?[assistant]sky(Oslo)[tool]Rain."
+        with pytest.raises(openai.BadRequestError, match="message 1 says nothing"):
+            create(client, [messages[0], {"role": "assistant", "content": None}])
+
+
 def test_templates_that_fail(client: Client, tiny_path: Path, tiny: TinyLlama, tmp_path: Path) -> None:
     with pytest.raises(openai.BadRequestError, match="no tools, please"):
         create(client, [{"role": "tool", "content": "5", "tool_call_id": "1"}])

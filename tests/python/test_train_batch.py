@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from training import sample, states
 
 import llamatap as lt
@@ -115,6 +116,83 @@ def test_a_single_sample_in_its_window() -> None:
     assert found["hidden_states"].tolist() == [states([12, 13]).tolist()]
     assert found["target"].tolist() == [states([13, 14]).tolist()]
     assert found["loss_mask"].tolist() == [[1, 1]]
+
+
+N_EMBD, N_TOKENS = 3, 50
+
+
+def gradient_of_texts(
+    texts: Sequence[Sample], table: NDArray[np.float64], back: int, max_len: int
+) -> NDArray[np.float64]:
+    """By the texts: a drafter that adds a token's row of a table to the state of the token before p is to
+    give the state of p, where p counts; the gradient of half the squared error by the table.
+
+    :param back: how far before p the token is that the drafter is given: 0 is p itself (EAGLE).
+    """
+    found = np.zeros_like(table)
+    for one in texts:
+        rows = np.asarray(one.hidden_states, np.float64)
+        start, stop = window(one, max_len)
+        for p in range(start + 1, stop):
+            if one.loss_mask[p]:
+                token = one.input_ids[p - back]
+                found[token] += rows[p - 1] + table[token] - rows[p]
+    return found
+
+
+def texts_of(masks: Sequence[Any]) -> list[Sample]:
+    """Texts of tokens that differ, with random states."""
+    rng = np.random.default_rng(49)
+    found = []
+    ids = iter(range(N_TOKENS))
+    for mask in masks:
+        n = len(mask)
+        tokens = [next(ids) for _ in range(n)]
+        buffer = DataBuffer()
+        rows = rng.standard_normal((n, N_EMBD)).astype(np.float32)
+        buffer.add_batch({"input_ids": tokens, "loss_mask": mask}, [rows])
+        found += buffer.get_all_data()
+    return found
+
+
+@pytest.mark.parametrize(("pairing", "back"), [("eagle", 0), ("verl", 1)])
+@pytest.mark.parametrize(
+    "masks",
+    [
+        # At the ends of texts, beside one another: the first token of a text is predicted by none.
+        [[1, 1, 0, 0], [1, 0, 0, 1], [1, 1]],
+        [[0, 0, 1, 1], [0, 1]],
+        # In several pieces, and beyond the window.
+        [[0, 1, 0, 1, 1, 0, 0, 1, 0], [0, 0, 1, 0, 1]],
+        # As booleans.
+        [np.array([False, True, False, True]), np.array([True, True])],
+        # A single token, at every place.
+        *([[int(p == k) for p in range(5)]] for k in range(1, 5)),
+        [[0, 1], [0, 0, 1], [1, 0, 0, 1]],
+    ],
+)
+@pytest.mark.parametrize("max_len", [3, 512])
+def test_the_gradient_is_where_the_unshifted_mask_says(
+    masks: list[Any], pairing: Any, back: int, max_len: int
+) -> None:
+    """Case 49: SpecForge#885. Ids, targets and mask are shifted together; data sets hold them unshifted."""
+    texts = texts_of(masks)
+    table = np.random.default_rng(0).standard_normal((N_TOKENS, N_EMBD))
+    expected = gradient_of_texts(texts, table, back, max_len)
+    if not expected.any():
+        # The only token that counts is the first one of its window.
+        with pytest.raises(lt.InvalidInputError, match="no token in the window counts"):
+            training_batch(texts, max_len=max_len, pairing=pairing)
+        assert max_len == 3
+        return
+    batch = training_batch(texts, max_len=max_len, pairing=pairing)
+    ids = batch["input_ids"][0]
+    wrong = batch["hidden_states"][0] + table[ids] - batch["target"][0]
+    found = np.zeros_like(table)
+    np.add.at(found, ids, batch["loss_mask"][0, :, None] * wrong)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+    counted = np.flatnonzero(np.abs(found).sum(1))
+    assert counted.tolist() == np.flatnonzero(np.abs(expected).sum(1)).tolist()
 
 
 @pytest.mark.parametrize("n_layers", [1, 2, 4, 5])

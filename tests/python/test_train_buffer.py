@@ -82,6 +82,40 @@ def test_the_oldest_make_room_for_bytes(store: bool, current_size: int) -> None:
             DataBuffer(max_bytes=wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("store", [True, False])
+@pytest.mark.parametrize("max_size", [1, 4, 1000])
+@pytest.mark.parametrize("current_size", [1, 3, 2000])
+def test_the_bytes_of_all_that_is_held_are_bounded(store: bool, max_size: int, current_size: int) -> None:
+    """The current step's samples too, which may be more than are kept over the steps."""
+    max_bytes = 100
+    buffer = DataBuffer(max_size, store, current_size=current_size, max_bytes=max_bytes)
+    rng = np.random.default_rng(0)
+    newest: list[tuple[int, int]] = []
+    for k in range(300):
+        if rng.random() < 0.03:
+            buffer.increment_step()
+            newest.clear()
+        n = int(rng.integers(1, 8))
+        buffer.add_batch({"input_ids": [[k] * n]}, [np.zeros((n, 1), np.float32)])
+        newest.append((k, 4 * n))
+        held = {id(one): one for one in [*buffer.get_all_data(), *buffer.collected_data]}
+        taken = sum(one.hidden_states.nbytes for one in held.values() if one.hidden_states is not None)
+        assert taken <= max_bytes
+        # The current step has its newest samples, as many as fit.
+        sizes = np.cumsum([size for _, size in newest[::-1]])
+        fits = min(int((sizes <= max_bytes).sum()), current_size)
+        assert keys(buffer.collected_data) == [key for key, _ in newest[-fits:]]
+
+
+def test_a_small_buffer_holds_few_states_within_a_step() -> None:
+    """4 samples over the steps, 1,000 of one step: 40 KB of states stay 4 KB."""
+    buffer = DataBuffer(4, max_bytes=4000)
+    for k in range(1000):
+        buffer.add_batch(text(k), [np.zeros((3, 10), np.float32)])
+    assert keys(buffer.get_all_data()) == [996, 997, 998, 999]
+    assert keys(buffer.collected_data) == list(range(967, 1000))
+
+
 def test_states_may_be_kept_for_the_current_step_alone() -> None:
     buffer = DataBuffer(store_hidden_states=False)
     buffer.add_batch(text(1), [states([1, 1, 1])])

@@ -65,6 +65,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--template-variables", metavar="JSON", help='for the chat template: {"enable_thinking": false}'
     )
     parser.add_argument("--date", metavar="YYYY-MM-DD", help="what chat templates take for today")
+    parser.add_argument(
+        "--supervise-empty-thoughts",
+        action="store_true",
+        help="let the loss count in the empty <think> blocks that a chat template adds",
+    )
     parser.add_argument("--on-error", choices=("skip", "stop"), default="skip", help="(default: skip)")
     parser.add_argument("--resume", action="store_true", help="go on with what the folder holds")
     parser.add_argument("--rank", type=int, default=0, help="which of the workers this is, from 0")
@@ -92,6 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         template=None if arguments.chat_template is None else read_text(arguments.chat_template),
         template_variables=_variables(arguments.template_variables),
         date=arguments.date,
+        supervise_empty_thoughts=arguments.supervise_empty_thoughts,
         on_error=arguments.on_error,
         resume=arguments.resume,
         rank=arguments.rank,

@@ -24,6 +24,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from llamatap import probe
+    from llamatap._unparsed import say
 
     found = probe(arguments.model, n_threads=arguments.threads)
     if arguments.json:
@@ -54,4 +55,6 @@ def run(arguments: argparse.Namespace) -> int:
         ("layers", layers),
     ):
         print(f"{label:>16}  {value}")
+    if found.unparsed_tokens:
+        print(f"{'WARNING':>16}  {say(found.unparsed_tokens)}")
     return 0

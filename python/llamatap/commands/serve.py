@@ -8,8 +8,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llamatap._extras import needs
 from llamatap.commands._options import DTYPES, above, add_loading, draft_length, integers, layer_ids
-from llamatap.errors import InvalidInputError, UnsupportedError
+from llamatap.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from llamatap.context import ContextOptions
@@ -235,15 +236,11 @@ def _options(arguments: argparse.Namespace) -> ServerOptions:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C; what was accepted is answered first."""
-    try:
+    with needs("server", "the server"):
         from llamatap.serve import create_app, logs
         from llamatap.serve.connections import ConnectionOptions
         from llamatap.serve.http_server import HttpServer
         from llamatap.serve.limits import is_loopback
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(
-            f"{error.name} is missing; install what the server needs: pip install 'llamatap[server]'"
-        ) from error
     options = _options(arguments)
     if not is_loopback(arguments.host) and options.api_key is None and not arguments.insecure:
         raise InvalidInputError(

@@ -12,12 +12,14 @@ import json
 import sys
 from typing import Any
 
-import torch
-
+from llamatap._extras import needs
 from llamatap.connectors import connect
 from llamatap.connectors.base import Connector, Stored
 from llamatap.errors import InvalidInputError, UnsupportedError
 from llamatap.train.pytorch import tensor_of
+
+with needs("train", "llamatap.connectors.speculators"):
+    import torch
 
 __all__ = ["ConnectorBackend", "SpeculatorsTransfer", "register"]
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from llamatap._check import instance
+from llamatap._extras import missing
 from llamatap.dataset._computed import Computed
 from llamatap.dataset._folder import Folder
 from llamatap.dataset._work import (
@@ -28,7 +29,7 @@ from llamatap.dataset.layouts import LAYOUTS, Layout
 from llamatap.dataset.options import Options
 from llamatap.dataset.rows import Row, read_rows
 from llamatap.dataset.samples import Samples, prepare
-from llamatap.errors import Error, InvalidInputError, UnsupportedError
+from llamatap.errors import Error, InvalidInputError
 from llamatap.extract import Extractor
 from llamatap.layers import LayerId
 from llamatap.model import Model
@@ -113,6 +114,7 @@ class Job:
             "template": options.template,
             "template_variables": dict(options.template_variables),
             "date": date,
+            "supervise_empty_thoughts": options.supervise_empty_thoughts,
             "batch_tokens": options.batch_tokens,
             "context": {
                 key: value
@@ -320,11 +322,9 @@ def _layout_kind(name: str) -> type[Layout]:
     kind = LAYOUTS.get(name)
     if kind is None:
         raise InvalidInputError(f"unknown layout {name!r}; known are {', '.join(LAYOUTS)}")
-    missing = [package for package in kind.needs if importlib.util.find_spec(package) is None]
-    if missing:
-        raise UnsupportedError(
-            f"the layout {name} needs {' and '.join(missing)}: pip install {' '.join(missing)}"
-        )
+    absent = [package for package in kind.needs if importlib.util.find_spec(package) is None]
+    if absent:
+        raise missing(*absent, what=f"the layout {name}")
     return kind
 
 

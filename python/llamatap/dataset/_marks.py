@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llamatap._history import THOUGHTS
 from llamatap.chat import GENERATION_END, GENERATION_START
 from llamatap.errors import InvalidInputError
 
-__all__ = ["DEGREES", "SAID", "Degree", "Kind", "Mark", "Marks", "Message", "Place", "Writing"]
+__all__ = ["DEGREES", "Degree", "Kind", "Mark", "Marks", "Message", "Place", "Writing"]
 
 Message = Mapping[str, Any]
 
@@ -26,10 +27,6 @@ _LETTER = re.compile(f"[{chr(_FIRST)}-{chr(_LAST)}]")
 # How JSON of ASCII characters spells them.
 _ESCAPED = re.compile(rf"{_LETTER.pattern}|\\ud8[4-6][0-9a-f]\\ud[c-f][0-9a-f]{{2}}")
 
-# What an assistant may say beside its content: the names that chat templates know for thoughts.
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought", "tool_plan")
-#: Where an assistant's message may say something that is no content.
-SAID = (*_THOUGHTS, "tool_calls", "function_call")
 # Of a content's parts, where text may be.
 _TEXTS = ("text", "thinking", "content")
 
@@ -179,7 +176,7 @@ class Marks:
             if "content" in message and (self._degree.systems or not system):
                 result["content"] = _strings(message["content"], between)
             return result
-        for key in ("content", *_THOUGHTS):
+        for key in ("content", *THOUGHTS):
             if key in message:
                 result[key] = _strings(message[key], ended)
         if isinstance(message.get("tool_calls"), Sequence):

@@ -49,6 +49,7 @@ class Turn:
     :ivar prompt: a prompt that the text leaves in the middle of what it begins for the assistant
         (``<think>``): the turn starts at the first token that is not of it.
     :ivar closed: whether the template says that the turn ends at ``end``: nothing is left to look for.
+    :ivar message: the index of the message that the turn is of; None where that is not known.
     """
 
     start: int
@@ -58,6 +59,7 @@ class Turn:
     follows: int | None = None
     prompt: str | None = None
     closed: bool = False
+    message: int | None = None
 
 
 def assistant_turns(render: Render, messages: Sequence[Message], text: str) -> list[Turn]:
@@ -101,12 +103,15 @@ def _tagged(whole: Writing) -> list[Turn]:
     """The turns that the template's own ``{% generation %}`` marks."""
     turns = []
     start: int | None = None
+    message: int | None = None
     for place in whole.places:
         kind = place.mark.kind
+        message = place.mark.message if place.mark.own else message
         if kind is Kind.GENERATION_START and start is None:
-            start = place.position
+            start, message = place.position, None
         elif kind is Kind.GENERATION_END and start is not None:
-            turns.append(Turn(start, place.position, place.position, place.position, closed=True))
+            end = place.position
+            turns.append(Turn(start, end, end, end, closed=True, message=message))
             start = None
         elif kind in (Kind.GENERATION_START, Kind.GENERATION_END):
             raise InvalidInputError("the template's {% generation %} and {% endgeneration %} are no pairs")
@@ -177,7 +182,7 @@ class _Conversation:
             raise InvalidInputError("the template ends it after what others say")
         if follows is not None:
             follows = len(text) - len(text[follows:].lstrip())
-        return Turn(start.position, last, end, limit, follows, start.prompt)
+        return Turn(start.position, last, end, limit, follows, start.prompt, message=index)
 
     def _start(self, index: int, first: int | None) -> _Start:
         """Where a turn starts.

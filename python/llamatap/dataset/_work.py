@@ -72,6 +72,7 @@ def preparation(model: Model, options: Options, date: str) -> Preparation:
         options.template,
         options.template_variables,
         date,
+        options.supervise_empty_thoughts,
     )
 
 

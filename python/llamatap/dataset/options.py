@@ -33,6 +33,8 @@ class Options:
     :ivar template_variables: variables for it, e.g. ``enable_thinking``.
     :ivar date: what chat templates take for today, YYYY-MM-DD; None for today, and what it was then on
         ``resume``.
+    :ivar supervise_empty_thoughts: whether the loss counts in the empty thoughts that a chat template adds
+        (``<think>\\n\\n</think>``): for a model that is to learn when not to think.
     :ivar on_error: whether a sample that fails is left out and reported, or ends the work.
     :ivar resume: go on with what the folder holds.
     :ivar rank: which of the workers this is, from 0.
@@ -53,6 +55,7 @@ class Options:
     template: str | None = None
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     date: str | None = None
+    supervise_empty_thoughts: bool = False
     on_error: Literal["skip", "stop"] = "skip"
     resume: bool = False
     rank: int = 0
@@ -95,6 +98,7 @@ class Options:
             raise InvalidInputError(
                 f"rank {self.rank} of {self.world_size} workers: ranks count from 0; give world_size"
             )
+        flag("supervise_empty_thoughts", self.supervise_empty_thoughts)
         flag("resume", self.resume)
         if self.on_error not in ("skip", "stop"):
             raise InvalidInputError(f"on_error must be 'skip' or 'stop', not {self.on_error!r}")

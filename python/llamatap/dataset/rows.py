@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from llamatap.errors import InvalidInputError, UnsupportedError
+from llamatap._extras import needs
+from llamatap.errors import InvalidInputError
 
 if TYPE_CHECKING:
     import pyarrow
@@ -28,7 +29,7 @@ def read_rows(path: Path) -> Iterator[Row]:
     by ``Dataset.save_to_disk``, or a folder of such files, read in the order of their names.
 
     :raises InvalidInputError: it is none of these. (A line that cannot be read is handed out as the error.)
-    :raises UnsupportedError: pyarrow is needed and not installed.
+    :raises MissingPackageError: pyarrow is needed and not installed.
     :raises OSError: it cannot be read.
     """
     if not path.exists():
@@ -66,12 +67,10 @@ def _reader(path: Path) -> Callable[[Path], Iterator[Row]]:
 def import_pyarrow() -> Any:
     """The pyarrow package.
 
-    :raises UnsupportedError: it is not installed.
+    :raises MissingPackageError: it is not installed.
     """
-    try:
+    with needs("dataset"):
         import pyarrow
-    except ImportError:
-        raise UnsupportedError('pyarrow is needed for this: pip install "llamatap[dataset]"') from None
     return pyarrow
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -14,12 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llamatap import chat
+from llamatap._history import SAID
 from llamatap._native import usable_cpus
-from llamatap.dataset._marks import SAID
+from llamatap._unparsed import say
 from llamatap.dataset._masking import Masker
-from llamatap.dataset._turns import assistant_turns
+from llamatap.dataset._thoughts import Frame, frames, without_empty_thought
+from llamatap.dataset._turns import Render, assistant_turns
 from llamatap.dataset.rows import Row
-from llamatap.errors import Error, InvalidInputError
+from llamatap.errors import Error, InvalidInputError, UnsupportedError
 from llamatap.model import Model, token_array
 
 __all__ = ["Preparation", "Preparer", "Sample", "Samples", "prepare"]
@@ -113,6 +117,7 @@ class Preparation:
     :ivar template: a chat template in place of the model's own.
     :ivar template_variables: variables for it, e.g. ``enable_thinking``.
     :ivar date: what templates take for today, YYYY-MM-DD.
+    :ivar supervise_empty_thoughts: whether the empty thoughts that a template adds are in the loss mask.
     """
 
     max_length: int
@@ -121,6 +126,7 @@ class Preparation:
     template: str | None = None
     template_variables: Mapping[str, Any] | None = None
     date: str | None = None
+    supervise_empty_thoughts: bool = False
 
 
 @dataclass
@@ -139,6 +145,8 @@ def prepare(
 
     :param skip: called with each row that gives no sample, and why. What it raises ends the work.
     :raises InvalidInputError: there are no rows.
+    :raises UnsupportedError: the model has no tokenizer or chat template for them, or the template writes
+        control tokens that the tokenizer splits.
     """
     preparer = Preparer(model, how)
     samples = Samples()
@@ -147,6 +155,9 @@ def prepare(
     def attempt(row: Row) -> tuple[NDArray[np.int32], NDArray[np.bool_], bool] | Error:
         try:
             return preparer(row)
+        except UnsupportedError:
+            # The model is at fault, and not the row.
+            raise
         except Error as error:
             return error
 
@@ -243,9 +254,47 @@ class Preparer:
     def _of_messages(
         self, messages: Sequence[Mapping[str, Any]], tools: Any
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        template = self._how.template or self._model.chat_template
+        if template is not None:
+            # Before there are marks in them.
+            messages = chat.read(template, messages)
+        render = self._render(_tools(tools) if tools else None)
+        text = render(messages)
+        if not text:
+            raise InvalidInputError("the chat template makes an empty text of the messages")
+        self._check_parsed(text, messages)
+        if any(isinstance(one.get("content"), list) and str(one["content"]) in text for one in messages):
+            # The template does not know of parts, and writes them as Python does.
+            messages = [_joined(index, message) for index, message in enumerate(messages)]
+            text = render(messages)
+        turns = assistant_turns(render, messages, text)
+        if not self._how.supervise_empty_thoughts:
+            turns = [
+                without_empty_thought(
+                    turn, text, None if turn.message is None else messages[turn.message], self._frames
+                )
+                for turn in turns
+            ]
+        return self._masker.mask(text, turns)
+
+    def _check_parsed(self, text: str, messages: Sequence[Mapping[str, Any]]) -> None:
+        """:raises UnsupportedError: the template writes control tokens that the tokenizer splits."""
+        tokens = self._model.unparsed_tokens(self._how.template)
+        if tokens:
+            # Others may speak of such a token.
+            said = json.dumps(messages, ensure_ascii=False, default=str)
+            written = {name: token for name, token in tokens.items() if text.count(name) > said.count(name)}
+            if written:
+                raise UnsupportedError(f"{say(written)}, or give input_ids with a loss_mask")
+
+    @functools.cached_property
+    def _frames(self) -> list[Frame]:
+        return frames(self._render())
+
+    def _render(self, tools: Any = None) -> Render:
         variables = dict(self._variables)
         if tools:
-            variables["tools"] = _tools(tools)
+            variables["tools"] = tools
 
         def render(
             some: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = False, **marks: Any
@@ -254,14 +303,7 @@ class Preparer:
                 some, add_generation_prompt, template=self._how.template, **variables, **marks
             )
 
-        text = render(messages)
-        if not text:
-            raise InvalidInputError("the chat template makes an empty text of the messages")
-        if any(isinstance(one.get("content"), list) and str(one["content"]) in text for one in messages):
-            # The template does not know of parts, and writes them as Python does.
-            messages = [_joined(index, message) for index, message in enumerate(messages)]
-            text = render(messages)
-        return self._masker.mask(text, assistant_turns(render, messages, text))
+        return render
 
 
 def _is_missing(value: Any) -> bool:

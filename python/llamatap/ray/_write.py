@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llamatap._check import integer
+from llamatap._extras import needs
 from llamatap.dataset import Job, Options, Report
 from llamatap.dataset._job import Progress
 from llamatap.dataset._work import Work, provenance
 from llamatap.dataset.rows import Row
-from llamatap.errors import EngineError, InvalidInputError, UnsupportedError
+from llamatap.errors import EngineError, InvalidInputError
 from llamatap.extract import Extractor
 from llamatap.layers import LayerId
 from llamatap.model import Model
@@ -116,11 +117,9 @@ def write(
 
 
 def _ray() -> Any:
-    try:
+    with needs("ray"):
         import ray
         import ray.util
-    except ImportError:
-        raise UnsupportedError('Ray is needed for this: pip install "llamatap[ray]"') from None
     return ray
 
 

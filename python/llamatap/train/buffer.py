@@ -52,8 +52,9 @@ class DataBuffer:
         (:attr:`collected_data`) are kept, and of earlier ones the tokens alone.
     :param current_size: how many samples of the current step are kept in :attr:`collected_data`.
     :param dtype: what states are converted to, "bfloat16" for half of the memory; None keeps them.
-    :param max_bytes: how much memory states take, n_layers * n_embd values a token; beyond it the oldest
-        samples make room, but the newest one stays, whatever it takes. None for no bound.
+    :param max_bytes: how much memory all states take together, n_layers * n_embd values a token. Beyond it
+        the oldest samples make room, in :attr:`collected_data` too, but the newest one stays, whatever it
+        takes. None for no bound.
     :raises InvalidInputError: an argument is wrong.
     """
 
@@ -184,16 +185,20 @@ class DataBuffer:
                 self._make_room(self.max_bytes)
 
     def _make_room(self, max_bytes: int) -> None:
-        held = self._samples if self.store_hidden_states else self._current
+        held = self._current
+        if self.store_hidden_states:
+            # Each is the end of what was added, so the longer one holds all that the other does.
+            held = max(self._samples, self._current, key=len)
         sizes = [0 if one.hidden_states is None else one.hidden_states.nbytes for one in held]
         taken = sum(sizes)
         for size in sizes[:-1]:
             if taken <= max_bytes:
                 return
             taken -= size
-            oldest = held.popleft()
-            if self._current and self._current[0] is oldest:
-                self._current.popleft()
+            oldest = held[0]
+            for kept in (self._samples, self._current):
+                if kept and kept[0] is oldest:
+                    kept.popleft()
 
     def get_all_data(self) -> list[Sample]:
         """All samples that are kept, oldest first."""

@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
-import torch
-import torch.nn.functional as functional
-from torch.utils.data import IterableDataset, get_worker_info
 
+from llamatap._extras import needs
 from llamatap.errors import UnsupportedError
 from llamatap.states import DTYPES
 from llamatap.train.buffer import DataBuffer, Sample
 from llamatap.train.options import TrainOptions
+
+with needs("train", "llamatap.train.pytorch"):
+    import torch
+    import torch.nn.functional as functional
+    from torch.utils.data import IterableDataset, get_worker_info
 
 __all__ = ["BufferDataset", "collate", "eagle_loss", "tensor_of"]
 
