@@ -181,7 +181,7 @@ def _find_out(path: Path, say: Callable[..., None], n_threads: int | None) -> No
             n_ctx_train=model.n_ctx_train,
             chat_template=model.chat_template is not None,
         )
-        _say(unparsed_tokens=model.unparsed_tokens())
+        say(unparsed_tokens=model.unparsed_tokens())
         layers: list[LayerId] = [*range(model.n_layer + 1)]
         if model.layer_map.has_norm:
             layers.append("norm")
