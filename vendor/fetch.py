@@ -144,44 +144,55 @@ def apply_patch(patch: Path, folder: Path) -> set[str]:
 
     :returns: the paths that it changed.
     """
-    lines = patch.read_text(encoding="utf-8").splitlines(keepends=True)
-    changed: dict[str, list[str]] = {}
-    originals: dict[str, list[str]] = {}
-    path, i = "", 0
-    while i < len(lines):
-        if lines[i].startswith("--- a/") and lines[i + 1].startswith("+++ b/"):
-            path = lines[i + 1][len("+++ b/") :].strip()
-            if not (folder / path).is_file():
-                raise FetchError(f"{patch.name} does not fit this engine: {path} is not there")
-            originals[path] = (folder / path).read_text(encoding="utf-8").splitlines(keepends=True)
-            changed[path] = []
-            done = 0  # lines of the original
-            i += 2
-        elif hunk := re.match(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,\d+)? @@", lines[i]):
-            original = originals[path]
-            begin, left = int(hunk[1]) - 1, int(hunk[2] or 1)
-            changed[path] += original[done:begin]
-            done, i = begin, i + 1
-            while left > 0 or (i < len(lines) and lines[i].startswith("+")):
-                kind, text = lines[i][0], lines[i][1:]
-                if kind in " -":
-                    if original[done : done + 1] != [text]:
-                        raise FetchError(
-                            f"{patch.name} does not fit this engine: line {done + 1} of {path} should be "
-                            f"{text.strip()!r}; make the patch anew for it, or remove it"
-                        )
-                    done, left = done + 1, left - 1
-                if kind in " +":
-                    changed[path].append(text)
-                i += 1
-            if not any(line.startswith("@@") for line in lines[i : i + 1]):
-                changed[path] += original[done:]
-        else:
-            i += 1  # the reason, before the first file
+
+    def misfit(why: str) -> FetchError:
+        return FetchError(f"{patch.name} does not fit this engine: {why}; make the patch anew for it")
+
+    # Before the first file comes the reason.
+    _, *parts = re.split(r"^--- a/", patch.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    changed: dict[str, str] = {}
+    for part in parts:
+        names, *hunks = re.split(r"^(?=@@ )", part, flags=re.MULTILINE)
+        path = names.splitlines()[0].split("\t")[0]
+        if not hunks or names.splitlines()[1:] != [f"+++ b/{path}"]:
+            raise FetchError(f"{patch.name}: expected '+++ b/{path}' and hunks after '--- a/{path}'")
+        if not (folder / path).is_file():
+            raise misfit(f"{path} is not there")
+        original = (folder / path).read_text(encoding="utf-8").splitlines(keepends=True)
+        result: list[str] = []
+        done = 0  # lines of the original
+        for hunk in hunks:
+            header, *lines = hunk.splitlines(keepends=True)
+            sizes = re.match(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@", header)
+            kinds = [line[0] for line in lines]
+            if (
+                sizes is None
+                or set(kinds) - set(" -+")
+                or kinds.count(" ") + kinds.count("-") != int(sizes[2] or 1)
+                or kinds.count(" ") + kinds.count("+") != int(sizes[3] or 1)
+                or not set(kinds) & set(" -")
+            ):
+                raise FetchError(
+                    f"{patch.name}: {header.strip()} is followed by other lines than it announces, or by "
+                    "none of the file's own"
+                )
+            begin = int(sizes[1]) - 1
+            if begin < done:
+                raise FetchError(f"{patch.name}: {header.strip()} lies before the end of the hunk before")
+            result += original[done:begin]
+            done = begin
+            for line in lines:
+                if line[0] in " -":
+                    if original[done : done + 1] != [line[1:]]:
+                        raise misfit(f"line {done + 1} of {path} should be {line[1:].strip()!r}")
+                    done += 1
+                if line[0] in " +":
+                    result.append(line[1:])
+        changed[path] = "".join(result + original[done:])
     if not changed:
         raise FetchError(f"{patch.name} changes nothing")
-    for path, result in changed.items():
-        (folder / path).write_text("".join(result), encoding="utf-8")
+    for path, text in changed.items():
+        (folder / path).write_text(text, encoding="utf-8")
     return set(changed)
 
 

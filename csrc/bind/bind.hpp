@@ -47,12 +47,22 @@ class GilReleased {
   PyThreadState* state_;
 };
 
-/// The same object, which is freed without the GIL: giving back gigabytes takes long. Whoever drops it last.
+/// Whether this thread holds the GIL. (PyGILState_Check always says so once there was a sub-interpreter.)
+inline bool holds_gil() {
+#if PY_VERSION_HEX >= 0x030D0000
+  PyThreadState* const current = PyThreadState_GetUnchecked();
+#else
+  PyThreadState* const current = _PyThreadState_UncheckedGet();
+#endif
+  return current != nullptr && current == PyGILState_GetThisThreadState();
+}
+
+/// The same object, freed without the GIL by whoever drops it last: giving back gigabytes takes long.
 template <typename Type>
 std::shared_ptr<Type> freed_without_gil(std::shared_ptr<Type> owner) {
   Type* const object = owner.get();
   return std::shared_ptr<Type>(object, [owner = std::move(owner)](Type*) mutable {
-    if (PyGILState_Check() == 0) {
+    if (!holds_gil()) {
       owner.reset();
       return;
     }

@@ -1,5 +1,4 @@
-// Reads the cells of the engine's caches. Beside internals.cpp the one file that includes its internal
-// headers.
+// Reads the cells of the engine's caches from its internal headers, as internals.cpp reads the rest.
 
 #include "engine/cells.hpp"
 
@@ -9,20 +8,13 @@
 #include <numeric>
 #include <typeinfo>
 
+#include "engine/caches.hpp"
 #include "llama-context.h"
-#include "llama-kv-cache-dsa-iswa.h"
-#include "llama-kv-cache-dsa.h"
-#include "llama-kv-cache-dsv4.h"
-#include "llama-kv-cache-iswa.h"
-#include "llama-kv-cache-msa.h"
-#include "llama-kv-cache.h"
-#include "llama-memory-hybrid-iswa.h"
-#include "llama-memory-hybrid.h"
-#include "llama-memory-recurrent.h"
-#include "llama-memory.h"
 
 namespace {
 
+using llamatap::internals::caches_of;
+using llamatap::internals::recurrent_of;
 using Slots = llama_kv_cache::slot_info;
 
 // Sets cells to zero where they lie, whatever their layout. What is named in an explicit instantiation is
@@ -37,30 +29,6 @@ struct ReachZero {
   }
 };
 template struct ReachZero<&llama_kv_cache::state_clear>;
-
-struct Caches {
-  llama_kv_cache* all = nullptr;
-  llama_kv_cache* windows = nullptr;
-};
-
-Caches caches_of(llama_memory_i* memory) {
-  if (auto* both = dynamic_cast<llama_memory_hybrid*>(memory)) return {both->get_mem_attn(), nullptr};
-  if (auto* both = dynamic_cast<llama_memory_hybrid_iswa*>(memory)) memory = both->get_mem_attn();
-  if (auto* compressed = dynamic_cast<llama_kv_cache_dsv4*>(memory)) memory = compressed->get_raw();
-  if (auto* both = dynamic_cast<llama_kv_cache_iswa*>(memory)) return {both->get_base(), both->get_swa()};
-  if (auto* sparse = dynamic_cast<llama_kv_cache_dsa_iswa*>(memory)) {
-    return {sparse->get_dsa()->get_mla(), sparse->get_swa()};
-  }
-  if (auto* sparse = dynamic_cast<llama_kv_cache_dsa*>(memory)) return {sparse->get_mla(), nullptr};
-  if (auto* sparse = dynamic_cast<llama_kv_cache_msa*>(memory)) return {sparse->get_base(), nullptr};
-  return {dynamic_cast<llama_kv_cache*>(memory), nullptr};
-}
-
-llama_memory_recurrent* recurrent_of(llama_memory_i* memory) {
-  if (auto* both = dynamic_cast<llama_memory_hybrid*>(memory)) return both->get_mem_recr();
-  if (auto* both = dynamic_cast<llama_memory_hybrid_iswa*>(memory)) return both->get_mem_recr();
-  return dynamic_cast<llama_memory_recurrent*>(memory);
-}
 
 std::vector<int32_t> positions(const llama_kv_cache& cache, int32_t seq) {
   std::vector<int32_t> found;

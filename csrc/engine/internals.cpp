@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/caches.hpp"
 #include "engine/error.hpp"
 #include "engine/graph.hpp"
 #include "ggml-impl.h"
@@ -19,12 +20,6 @@
 #include "llama-context.h"
 #include "llama-ext.h"
 #include "llama-graph.h"
-#include "llama-kv-cache-iswa.h"
-#include "llama-kv-cache.h"
-#include "llama-memory-hybrid-iswa.h"
-#include "llama-memory-hybrid.h"
-#include "llama-memory-recurrent.h"
-#include "llama-memory.h"
 #include "llama-model.h"
 
 namespace {
@@ -47,23 +42,6 @@ struct ReachHeads {
 };
 template struct ReachHeads<&llama_kv_cache::v_heads>;
 
-/// The caches of keys and values that a memory is made of.
-std::vector<llama_kv_cache*> caches_of(llama_memory_i* memory) {
-  if (auto* both = dynamic_cast<llama_memory_hybrid*>(memory)) memory = both->get_mem_attn();
-  if (auto* both = dynamic_cast<llama_memory_hybrid_iswa*>(memory)) memory = both->get_mem_attn();
-  if (auto* windows = dynamic_cast<llama_kv_cache_iswa*>(memory)) {
-    return {windows->get_base(), windows->get_swa()};
-  }
-  if (auto* cache = dynamic_cast<llama_kv_cache*>(memory)) return {cache};
-  return {};
-}
-
-const llama_memory_recurrent* recurrent_of(const llama_memory_i* memory) {
-  if (const auto* both = dynamic_cast<const llama_memory_hybrid*>(memory)) return both->get_mem_recr();
-  if (const auto* both = dynamic_cast<const llama_memory_hybrid_iswa*>(memory)) return both->get_mem_recr();
-  return dynamic_cast<const llama_memory_recurrent*>(memory);
-}
-
 void add(llamatap::internals::Footprint& footprint, ggml_backend_buffer_type_t type, size_t bytes) {
   ggml_backend_dev_t device = ggml_backend_buft_get_device(type);
   const auto kind = device == nullptr ? GGML_BACKEND_DEVICE_TYPE_CPU : ggml_backend_dev_type(device);
@@ -83,7 +61,8 @@ void add(llamatap::internals::Footprint& footprint, ggml_backend_buffer_type_t t
 class SearchHeads {
  public:
   explicit SearchHeads(llama_memory_i* memory) {
-    for (auto* cache : caches_of(memory)) kept_.emplace_back(cache, search_heads(*cache));
+    for (auto* cache : llamatap::internals::caches_of(memory).list())
+      kept_.emplace_back(cache, search_heads(*cache));
   }
   ~SearchHeads() {
     for (auto& [cache, heads] : kept_) search_heads(*cache) = heads;
@@ -151,7 +130,7 @@ bool has_experts(const llama_model* model) { return model->hparams.n_expert > 0;
 bool can_shift(const llama_context* context) {
   // A learned position is in the residual stream that keys and values were made of.
   if (context->get_model().pos_embd != nullptr) return false;
-  const auto caches = caches_of(context->get_memory());
+  const auto caches = caches_of(context->get_memory()).list();
   return std::all_of(caches.begin(), caches.end(), [](const llama_kv_cache* cache) {
     const auto bytes = cache->memory_breakdown();
     return std::any_of(bytes.begin(), bytes.end(), [](const auto& of_type) { return of_type.second > 0; });
@@ -244,7 +223,7 @@ uint64_t recurrent_bytes(const llama_context* context) {
 }
 
 uint64_t n_cells(const llama_context* context) {
-  const auto caches = caches_of(context->get_memory());
+  const auto caches = caches_of(context->get_memory()).list();
   uint64_t total = 0;
   for (const auto* cache : caches) total += uint64_t{cache->get_size()} * cache->get_n_stream();
   const bool has_others = caches.empty() && context->get_memory() != nullptr &&

@@ -87,8 +87,8 @@ def require_memory(needed: int, what: str, advice: str) -> None:
 def gibibytes(size: float) -> str:
     """Bytes for a message."""
     if size < 2**30:
-        return f"{math.ceil(size / 2**20):,} MiB"
-    return f"{size / 2**30:,.2f} GiB"
+        return f"{math.ceil(size / 2**20)} MiB"
+    return f"{size / 2**30:.2f} GiB"
 
 
 def _room_v2(folder: Path, swap: int) -> list[int]:

@@ -18,7 +18,15 @@ from llamatap import _core, _limits  # noqa: E402
 if not _had_variable:
     del os.environ["GGML_NO_BACKTRACE"]
 
-__all__ = ["_core", "build_config", "default_threads", "ensure_backends", "flush_log", "usable_cpus"]
+__all__ = [
+    "_core",
+    "build_config",
+    "default_threads",
+    "ensure_backends",
+    "flush_log",
+    "usable_cpus",
+    "within_quota",
+]
 
 logging.getLogger("llamatap").addHandler(logging.NullHandler())
 # What the engine says, apart from what the package says.
@@ -51,11 +59,16 @@ def usable_cpus() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
-def default_threads() -> int:
-    """The number of physical cores that this process may run on, or as many as its CPU quota pays for (a
-    quota of 1.5 CPUs: 2), whichever is less."""
+def within_quota(n_cpus: int) -> int:
+    """The number of CPUs, or as many as the CPU quota of this process pays for (1.5 CPUs: 2), whichever is
+    less."""
     quota = _limits.cpu_quota()
-    return _physical_cores() if quota is None else max(1, min(_physical_cores(), math.ceil(quota)))
+    return n_cpus if quota is None else max(1, min(n_cpus, math.ceil(quota)))
+
+
+def default_threads() -> int:
+    """The number of physical cores that this process may run on, within its CPU quota."""
+    return within_quota(_physical_cores())
 
 
 def _physical_cores() -> int:

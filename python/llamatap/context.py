@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import threading
 import warnings
 import weakref
@@ -18,7 +17,7 @@ from llamatap import _limits, _saved
 from llamatap import layers as layer_ids
 from llamatap._check import NotCopied, flag, instance, integer
 from llamatap._closing import Closing
-from llamatap._native import _core, default_threads, flush_log, usable_cpus
+from llamatap._native import _core, default_threads, flush_log, usable_cpus, within_quota
 from llamatap.errors import BusyError, ClosedError, InvalidInputError
 from llamatap.layers import LayerId
 from llamatap.model import Model
@@ -135,10 +134,10 @@ class Memory(NotCopied):
 def thread_count(n_threads: int | None) -> int:
     """`n_threads` checked, with a warning of too many; None: :func:`llamatap._native.default_threads`."""
     threads = default_threads() if n_threads is None else integer("n_threads", n_threads, 1)
-    n_cpus, quota = len(usable_cpus()), _limits.cpu_quota()
-    usable = n_cpus if quota is None else min(n_cpus, math.ceil(quota))
+    n_cpus = len(usable_cpus())
+    usable = within_quota(n_cpus)
     if 512 >= threads > usable:
-        limit = f"{n_cpus} CPUs" if usable == n_cpus else f"CPU quota ({quota:g})"
+        limit = f"{n_cpus} CPUs" if usable == n_cpus else f"{usable} CPUs' worth of time (its CPU quota)"
         warnings.warn(
             f"n_threads={threads} is more than the {limit} of this process: the threads wait for each other "
             "some hundred times a decode, and generating text takes up to three times as long",

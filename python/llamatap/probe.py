@@ -85,7 +85,7 @@ def probe(path: str | os.PathLike[str], *, timeout: float = 600.0, n_threads: in
     is the child, and the result says so.
 
     :param timeout: seconds until the child is given up.
-    :param n_threads: of the engine; None for the number of physical cores.
+    :param n_threads: of the engine; None for one a physical core, within the CPU quota.
     :raises InvalidInputError: ``timeout`` is not above 0, or ``n_threads`` is no number of threads.
     """
     # Importing them takes a while, and llamatap is imported more often than it probes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 import time
@@ -213,3 +214,32 @@ def test_a_context_is_asked_how_long_it_took_while_it_computes(tiny_model: lt.Mo
         seconds.append(context.native.engine_seconds)
         assert seconds == sorted(seconds)
         assert seconds[-1] > 0
+
+
+SUB_INTERPRETER = """
+import sys
+try:
+    import _interpreters as interpreters
+except ImportError:
+    import _xxsubinterpreters as interpreters
+import llamatap as lt
+
+interpreters.create()
+model = lt.Model(sys.argv[1])
+context = model.context(n_ctx=256, n_threads=1)
+drafter = lt.ModelDrafter(context, sys.argv[1])
+list(lt.generate(context, [1, 2, 3], drafter=drafter, max_tokens=8))
+model.close()
+context.close()
+del model, context
+del drafter
+print("freed")
+"""
+
+
+def test_objects_are_freed_where_there_was_a_sub_interpreter(tiny_path: Path) -> None:
+    """From then on PyGILState_Check says that each thread has the GIL, also one that has let it go."""
+    child = subprocess.run(
+        [sys.executable, "-c", SUB_INTERPRETER, str(tiny_path)], capture_output=True, text=True, timeout=120
+    )
+    assert (child.returncode, child.stdout, child.stderr) == (0, "freed\n", "")

@@ -224,7 +224,7 @@ def test_contexts_have_the_threads_of_the_quota(
     with tiny_model.context(n_ctx=256) as context:
         assert context.n_threads == 2
     with pytest.warns(
-        RuntimeWarning, match=r"n_threads=3 is more than the CPU quota \(1.5\) of this process"
+        RuntimeWarning, match=r"n_threads=3 is more than the 2 CPUs' worth of time \(its CPU quota\)"
     ):
         tiny_model.context(n_ctx=256, n_threads=3).close()
     monkeypatch.setattr(_limits, "cpu_quota", lambda: 16.0)

@@ -57,7 +57,7 @@ def test_probe_sees_states_that_are_not_finite(tmp_path: Path) -> None:
     assert found.to_dict()["layers"][3]["rms"] is None
 
 
-def test_threads_reach_the_child(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_reach_the_child(tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
     run = subprocess.run
 
@@ -76,8 +76,10 @@ def test_threads_reach_the_child(tiny_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("llamatap.context.thread_count", counting)
     for command in commands:
-        monkeypatch.setattr(sys, "argv", ["-c", *command[3:]])
-        exec(command[2])
+        with (tmp_path / "results").open("wb") as results:
+            paths, threads = command[3:5], command[6:]
+            monkeypatch.setattr(sys, "argv", ["-c", *paths, str(results.fileno()), *threads])
+            exec(command[2])
     assert found == [1, None]
 
 

@@ -7,6 +7,9 @@ import importlib.util
 import io
 import json
 import os
+import random
+import shutil
+import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -172,6 +175,55 @@ def test_a_patch_that_does_not_fit_is_refused(
     with pytest.raises(script.FetchError, match=r"0001-x\.patch does not fit this engine: line \d of src/a"):
         script.apply_patch(patches / "0001-x.patch", tmp_path)
     assert file.read_text() == content
+
+
+BROKEN = {
+    "no context": "@@ -2,0 +3 @@\n+int n;\n",
+    "a line between": "@@ -1 +1 @@\n-int a;\n+int c;\n\n@@ -2 +2 @@\n-int b;\n+int d;\n",
+    "cut": "@@ -1,2 +1,2 @@\n-int a;\n+int c;\n",
+    "backwards": "@@ -2 +2 @@\n-int b;\n+int d;\n@@ -1 +1 @@\n-int a;\n+int c;\n",
+    "no newline": "@@ -1 +1 @@\n-int a;\n+int c;\n\\ No newline at end of file\n",
+}
+
+
+@pytest.mark.parametrize("hunks", BROKEN.values(), ids=BROKEN)
+def test_a_patch_that_is_none_is_refused(
+    script: ModuleType, patches: Path, tmp_path: Path, hunks: str
+) -> None:
+    (patches / "0001-x.patch").write_text(f"Why.\n\n--- a/a.cpp\n+++ b/a.cpp\n{hunks}")
+    file = tmp_path / "a.cpp"
+    file.write_text("int a;\nint b;\n")
+    with pytest.raises(script.FetchError, match=r"0001-x\.patch"):
+        script.apply_patch(patches / "0001-x.patch", tmp_path)
+    assert file.read_text() == "int a;\nint b;\n"
+
+
+def test_several_hunks_and_files_in_a_patch(script: ModuleType, patches: Path, tmp_path: Path) -> None:
+    """Against `diff`, as the patches are made, where it is installed."""
+    if shutil.which("diff") is None:
+        pytest.skip("needs diff")
+    rng = random.Random(0)
+    for number in range(20):
+        text = ""
+        for name in ("x.cpp", "y.cpp"):
+            before = [f"{rng.randrange(9)}\n" for _ in range(60)]
+            after = [line for line in before if rng.random() > 0.05]
+            for _ in range(5):
+                after.insert(rng.randrange(len(after) + 1), "new\n")
+            for folder, lines in (("a", before), ("b", after)):
+                (tmp_path / folder).mkdir(exist_ok=True)
+                (tmp_path / folder / name).write_text("".join(lines))
+            text += subprocess.run(
+                ["diff", "-u", "--label", f"a/{name}", "--label", f"b/{name}", f"a/{name}", f"b/{name}"],
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+            ).stdout
+        patch = patches / f"{number}.patch"
+        patch.write_text("Why.\n\n" + text)
+        assert script.apply_patch(patch, tmp_path / "a") == {"x.cpp", "y.cpp"}
+        for name in ("x.cpp", "y.cpp"):
+            assert (tmp_path / "a" / name).read_text() == (tmp_path / "b" / name).read_text()
 
 
 def test_another_patch_is_another_engine(
