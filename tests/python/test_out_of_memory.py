@@ -20,12 +20,14 @@ from datasets_of import random_rows
 from draft_contexts import eagle3_world
 from serving import running, tiny_options
 from test_quantised import quantise
+from tinies.encoders import bert
 from tinies.files import FILES
 from tiny import TinyLlama
 
 import llamatap as lt
 from llamatap import _limits, dataset
 from llamatap._native import _core, flush_log
+from llamatap.serve import create_app
 
 MIB = 2**20
 GIB = 2**30
@@ -344,12 +346,37 @@ def test_data_sets(tiny_model: lt.Model, tmp_path: Path, limit: Limit) -> None:
 
 
 def test_the_server_says_so(tiny_path: Path, limit: Limit) -> None:
-    with running([tiny_options(tiny_path, n_ctx=2**22)]) as server:
+    with running([tiny_options(tiny_path, n_ctx=2**17)]) as server:
+        # What was free at the start is not any more.
         limit(64 * MIB)
         body = {"model": "tiny", "prompt": "a", "max_tokens": 2}
         message = server.error("/v1/completions", 503, "unavailable_error", **body)
         assert offered(message) > 0
         assert server.states(input="a")["shape"][-1] == 64
+
+
+@pytest.mark.parametrize("drafter", [None, "ngram"])
+def test_a_server_whose_texts_never_fit_does_not_start(tiny_path: Path, drafter: str | None) -> None:
+    with pytest.raises(lt.OutOfMemoryError, match=f"{tiny_path.name} cannot be served: .*n_ctx=") as caught:
+        create_app([tiny_options(tiny_path, n_ctx=2**28, drafter=drafter)])
+    needed, available = numbers(caught.value)
+    assert needed > available
+    assert 0 < offered(caught.value) < 2**28
+
+
+def test_a_server_whose_texts_fit_keeps_no_memory_for_them(
+    tiny_path: Path, allocated: Callable[[], float]
+) -> None:
+    app = create_app([tiny_options(tiny_path, n_ctx=2**16)])
+    assert allocated() > 2**16 * 4
+    (worker,) = app.state.server.workers.values()
+    assert worker._session is None
+    worker.close()
+
+
+def test_an_encoder_needs_no_memory_for_texts(tmp_path: Path) -> None:
+    with running([tiny_options(bert().write(tmp_path / "bert.gguf"), n_ctx=2**28)]) as server:
+        assert server.states(input=[5, 6, 7])["shape"] == [3, 64]
 
 
 def test_a_limit_of_the_process_itself(tiny_path: Path) -> None:

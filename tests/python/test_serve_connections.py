@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -23,7 +24,8 @@ from test_serve_load import FLAGS
 
 import llamatap as lt
 from llamatap.serve import ServerOptions
-from llamatap.serve.connections import ConnectionOptions
+from llamatap.serve.connections import Connection, ConnectionOptions
+from llamatap.serve.payload import PiecewiseResponse
 
 HEAD = b"POST /v1/hidden_states HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 BODY = json.dumps({"model": "tiny", "input": [5] * 7}).encode()
@@ -154,6 +156,63 @@ def test_who_reads_nothing_is_given_up(tiny_path: Path) -> None:
         total = server.state.budget.total
         wait_until(lambda: server.state.budget.free < total)
         wait_until(lambda: server.state.budget.free == total and not len(server.http.connections))
+
+
+def test_a_client_that_pauses_is_the_servers_affair_alone() -> None:
+    """States have no time limit beside --send-timeout, which may be of hours."""
+
+    async def main() -> list[bytes]:
+        loop, sent = asyncio.get_running_loop(), []
+        taken = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+            if len(sent) == 2:
+                await taken.wait()
+
+        async def receive() -> Any:
+            raise AssertionError
+
+        response = PiecewiseResponse([b"a" * 2**18, b"b"], "text/plain")
+        task = asyncio.ensure_future(response({"type": "http"}, receive, send))
+        while len(sent) < 2:
+            await asyncio.sleep(0)
+        now = loop.time
+        loop.time = lambda: now() + 10_000.0  # type: ignore[method-assign]
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not task.done()
+        taken.set()
+        await task
+        return sent
+
+    assert b"".join(asyncio.run(main())) == b"a" * 2**18 + b"b"
+
+
+@pytest.mark.parametrize("fails", ["_note", "_check_sending"])
+def test_a_connection_that_cannot_be_checked_is_closed(
+    tiny_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The private parts of uvicorn may change: the time limits of other connections hold."""
+    broken: list[Connection] = []
+    check = Connection.check
+
+    def checked(self: Connection) -> None:
+        if not broken:
+            broken.append(self)
+            setattr(self, fails, lambda: self.flow.no_such_thing)  # type: ignore[attr-defined]
+        check(self)
+
+    monkeypatch.setattr(Connection, "check", checked)
+    with running([tiny_options(tiny_path)], None, limits(header_timeout=3 * SHORT)) as server:
+        with connect(server) as first:
+            wait_until(lambda: len(broken) == 1)
+            assert to_the_end(first) == b""
+        assert len(server.http.connections) == 0
+        with connect(server) as second:
+            second.sendall(HEAD)
+            assert answer(to_the_end(second))[0] == 408
+    assert sum("no_such_thing" in line for line in caplog.messages) == 1
 
 
 def test_who_reads_slowly_gets_it_all(tiny_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_two_signals_end_it_at_once(tiny_path: Path) -> None:
         process.wait(20)
 
 
-def refused(*arguments: str | Path) -> str:
+def refused(*arguments: str | int | Path) -> str:
     """What is said where nothing is served."""
     command = [sys.executable, "-m", "llamatap", "serve", "--port", "0", *map(str, arguments)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -219,6 +219,7 @@ def test_what_cannot_be_served_is_said_in_a_line(tiny_path: Path, tmp_path: Path
     )
     assert "no model 'c'" in refused("--model", f"a={tiny_path}", "--drafter", "c=ngram")
     assert "--hidden-states-path" in refused("--model", tiny_path, "--verifier-layers", "1,2")
+    assert "the largest n_ctx that fits" in refused("--model", tiny_path, "--n-ctx", 2**28)
     assert "number or auto" in refused("--model", tiny_path, "--drafter", "ngram", "--n-max", "many")
     drafter = drafting.PAIRS["eagle3"](tmp_path).draft
     assert "eagle3: this is no language model of its own" in refused("--model", f"x={drafter}")

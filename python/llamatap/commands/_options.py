@@ -1,4 +1,4 @@
-"""What several commands have in common: options, and how their values are read."""
+"""Options that several commands share, and the parsing of their values."""
 
 from __future__ import annotations
 
@@ -36,9 +36,13 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
 
 
 def add_threads(parser: argparse.ArgumentParser, *names: str) -> None:
-    """``--threads``, and other names of it: how many compute."""
+    """``--threads``, and other names of it: the engine's threads."""
     parser.add_argument(
-        "--threads", *names, type=integers(1), metavar="N", help="of the engine (default: one a core)"
+        "--threads",
+        *names,
+        type=integers(1),
+        metavar="N",
+        help="threads of the engine (default: one a physical core, within the CPU quota of the container)",
     )
 
 
@@ -108,7 +112,7 @@ def layer_ids(text: str) -> list[LayerId]:
 
 
 def warn_of_cut(states: States, what: str) -> None:
-    """Tell on the standard error of a prompt that was cut.
+    """Warn on the standard error of a prompt that was cut.
 
     :param what: the option or the setting that cut it.
     """

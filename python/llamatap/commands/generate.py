@@ -116,6 +116,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print(text: str = "", end: str = "\n") -> None:
-    """To a terminal of whatever encoding: what it lacks is escaped."""
+    """Write to a terminal of any encoding: characters that it lacks are escaped."""
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding), end=end, flush=True)

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llamatap._extras import needs
-from llamatap.commands._options import DTYPES, above, add_loading, draft_length, integers, layer_ids
+from llamatap.commands._options import (
+    DTYPES,
+    above,
+    add_loading,
+    add_threads,
+    draft_length,
+    integers,
+    layer_ids,
+)
 from llamatap.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -50,9 +58,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="let pages of this origin (https://example.org; * for all) read answers; may be given again",
     )
     add_loading(serve)
-    serve.add_argument(
-        "--threads", type=integers(1), help="of the engine, for each model (default: one a core)"
-    )
+    add_threads(serve)
     serve.add_argument(
         "--flash-attn",
         choices=("on", "off"),
@@ -81,8 +87,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--n-ctx",
         type=integers(0),
         default=0,
-        help="tokens of all of them together; their memory is taken at the first text (default: what the "
-        "model was trained with for each, 4096 at most)",
+        help="tokens of all of them together; their memory is tried at the start and taken at the first text "
+        "(default: what the model was trained with for each, 4096 at most)",
     )
     verifier = serve.add_argument_group("verifier: files of states for a trainer of drafters")
     verifier.add_argument(

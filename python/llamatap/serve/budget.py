@@ -1,4 +1,4 @@
-"""What requests take while they are under way: memory for states, and threads for texts."""
+"""Resources of requests in flight: memory for states, and threads for texts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ENDS = "llamatap.ends"
 
 
 class ResponseEnd:
-    """Middleware: what a request took is given back once its response was sent, or cannot be."""
+    """Middleware: gives back the memory of a request once its response was sent, or cannot be."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -108,8 +108,8 @@ class Threads:
         return found.borrowed_tokens + found.tasks_waiting
 
     async def run(self, work: Callable[[], _T]) -> _T:
-        """What some work gives, and raises. Cancelled, it returns when the work is done: a thread cannot be
-        stopped, and until then the request keeps its place and its memory.
+        """Run some work in a thread. Cancelled, it returns when the work is done: a thread cannot be stopped,
+        and until then the request keeps its place and its memory.
 
         :raises ApiError: too many requests wait.
         """

@@ -23,7 +23,7 @@ _HERE = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class ChatJob(TextJob):
-    """Of ``/v1/chat/completions``."""
+    """A request of ``/v1/chat/completions``."""
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
@@ -70,7 +70,7 @@ class ChatJob(TextJob):
         return [_up_to_mark(text) if body.continue_final_message else text]
 
     def _check_roles(self, template: str) -> None:
-        """Many templates write whatever role they are given, or leave its message out.
+        """Refuse unknown roles: many templates write any role, or leave its message out.
 
         :raises ApiError: a role is none of OpenAI's, and the template does not name it.
         """

@@ -24,7 +24,7 @@ _Row: TypeAlias = "tuple[int, TokenLogprobs | None, int]"
 
 
 class CompletionJob(TextJob):
-    """Of ``/v1/completions``."""
+    """A request of ``/v1/completions``."""
 
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
@@ -128,7 +128,10 @@ class CompletionJob(TextJob):
         return text, list(zip(tokens, logprobs, offsets, strict=True))
 
     def _rows(self, logprobs: Sequence[TokenLogprobs], stream: TextStream, begin: int) -> list[_Row]:
-        """:param begin: the characters before the text."""
+        """Tokens of a text with their log-probabilities and offsets.
+
+        :param begin: the characters before the text.
+        """
         rows: list[_Row] = []
         for one in logprobs:
             # Tokens within a character begin where it does.
@@ -145,7 +148,7 @@ class CompletionJob(TextJob):
         }
 
     def _top(self, one: TokenLogprobs) -> dict[str, float]:
-        """The most likely ones by their texts, and the one that stands there."""
+        """Log-probabilities of the most likely tokens and of the token itself, by their texts."""
         found: dict[str, float] = {}
         for token, logprob in (*one.top[: self.body.logprobs], (one.token, one.logprob)):
             # Of tokens with the same text the most likely one.

@@ -1,4 +1,4 @@
-"""Connections of the HTTP server: how long they may take, how many there are, which goes first.
+"""Connections of the HTTP server: their time limits, their number, and the order of closing them.
 
 uvicorn has a limit for idle connections alone (``timeout_keep_alive``). Its ``limit_concurrency`` refuses
 ``/health`` too, and counts clients that send nothing. So its protocol is extended here by deadlines.
@@ -97,7 +97,7 @@ def _free_descriptors() -> int | None:
 
 
 class Connections:
-    """The open connections of a server. Of one event loop.
+    """The open connections of a server, all in one event loop.
 
     :ivar most: ``max_connections``, or fewer where the process may not open so many files.
     """
@@ -130,18 +130,18 @@ class Connections:
         return len(self._open) > self.most
 
     def waiting(self) -> list[Connection]:
-        """Those whose client has to send something; that has done so longest is the first."""
+        """The connections whose client has to send something, the one that has waited longest first."""
         return sorted((one for one in self._open if one.waits), key=lambda one: one.since)
 
     def admit(self, new: Connection) -> None:
-        """Count a new connection, at the cost of one that waits if there are too many."""
+        """Register a new connection; where there are too many, close one that waits, or the new one."""
         if len(self._open) >= self.most and not self.drop() and len(self._open) >= self.most + self.reserve:
             new.transport.abort()
             return
         self._open.add(new)
 
     def drop(self, count: int = 1) -> int:
-        """Close those that wait longest; how many there were."""
+        """Close the connections that wait longest, and return how many were closed."""
         dropped = self.waiting()[:count]
         for one in dropped:
             one.refuse(_crowded("the server has too many connections"))
@@ -150,26 +150,35 @@ class Connections:
         return len(dropped)
 
     def forget(self, one: Connection) -> None:
-        """It is closed."""
+        """Remove a connection that was closed."""
         self._open.discard(one)
 
     def abort(self) -> None:
-        """Close all, whatever they are at."""
+        """Close all connections at once, also those in the middle of a response."""
         for one in tuple(self._open):
             one.transport.abort()
 
     async def watch(self) -> None:
-        """Close those that take too long, until cancelled."""
+        """Close connections beyond their time limits, again and again until cancelled."""
         options = self.options
         shortest = min(options.header_timeout, options.body_timeout, options.send_timeout)
         while True:
             await asyncio.sleep(min(shortest / 4, 1.0))
             for one in tuple(self._open):
-                one.check()
+                self._check(one)
+
+    def _check(self, one: Connection) -> None:
+        try:
+            one.check()
+        except Exception as error:
+            # It reads uvicorn's private state. The time limits of all others must hold.
+            logger.error("a connection is closed, for its time limits cannot be checked: %r", error)
+            one.transport.abort()
+            self._open.discard(one)
 
 
 def _undelivered(connection: socket.socket) -> int:
-    """Bytes that the kernel holds for the other side; 0 where it does not tell."""
+    """The bytes in the kernel's send buffer of a socket; 0 where the kernel does not tell."""
     try:
         found = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4))
     except OSError:
@@ -228,7 +237,7 @@ class Connection(H11Protocol):
         )
 
     def shutdown(self) -> None:
-        """The server stops: what has not arrived whole is not waited for."""
+        """Stop with the server: refuse a request that has not arrived whole, finish one in flight."""
         if self.waits and self._phase != "idle":
             self.refuse(shutting_down())
         elif not self.transport.is_closing():
@@ -238,7 +247,7 @@ class Connection(H11Protocol):
 
     @property
     def phase(self) -> Phase:
-        """What it is at."""
+        """The state of the connection: idle, reading headers or a body, busy with a response, or closing."""
         self._note()
         return self._phase
 
@@ -248,7 +257,7 @@ class Connection(H11Protocol):
         return self.phase in ("idle", "headers", "body")
 
     def refuse(self, error: ApiError) -> None:
-        """Close the connection; what was begun of a request is answered with an error."""
+        """Close the connection; a request that was begun is answered with an error."""
         if self.cycle is not None:
             # What the app says now comes too late.
             self.cycle.disconnected = True
@@ -266,7 +275,7 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def check(self) -> None:
-        """Close it if it takes too long."""
+        """Close the connection if it is beyond a time limit."""
         self._note()
         waited = self.loop.time() - self.since
         late = None
@@ -309,7 +318,7 @@ class Connection(H11Protocol):
         return "idle"
 
     async def _quick_answers(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The app, of which a connection beyond the limit gets what takes no time."""
+        """The app of connections beyond the limit: ``GET`` as ever, else 503 while all are busy."""
         if scope["method"] in ("GET", "HEAD") or not self.registry.full:
             await self._whole_app(scope, receive, send)
             return

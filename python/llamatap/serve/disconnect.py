@@ -1,4 +1,4 @@
-"""A client that goes away ends its work, and so does the end of the server."""
+"""Cancels the work of clients that went away, and of a server that ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class ClientGoneError(Exception):
-    """Nobody is left to answer."""
+    """The client disconnected: nobody is left to answer."""
 
 
 async def _disconnected(request: Request) -> None:

@@ -1,4 +1,4 @@
-"""The text of a prompt that an answer repeats, and where its tokens begin in it."""
+"""The text of a prompt for ``echo``, and the offsets of its tokens."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["offsets_in", "text_of"]
 
 
 def text_of(model: Model, given: str | Sequence[int]) -> str:
-    """A prompt's text: as it was given, or of token ids all that they stand for, special ones included."""
+    """The text of a prompt: as it was given, or the text of its token ids, special ones included."""
     if isinstance(given, str):
         return given
     return b"".join(map(model.token_bytes, given)).decode(errors="replace")
 
 
 def offsets_in(model: Model, given: str | Sequence[int], tokens: Sequence[int]) -> list[int]:
-    """By token, the character of :func:`text_of` where it begins; tokens within a character begin where it
+    """The character of :func:`text_of` at which each token begins; tokens within a character begin where it
     does. A BOS that the tokenizer added is empty, and what it adds before a text (a blank) is not counted."""
     pieces = [model.token_bytes(token) for token in tokens]
     skip, left = 0, sum(map(len, pieces))

@@ -35,7 +35,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """What every response but 2xx holds."""
+    """The body of every response but 2xx."""
 
     error: ErrorDetail
 

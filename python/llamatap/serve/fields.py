@@ -1,4 +1,4 @@
-"""What the bodies of requests are made of.
+"""Field types of request bodies.
 
 Bodies are checked on the event loop, so the first mistake ends the check: a list of a million wrong elements,
 or a body of as many unknown fields, is one error.

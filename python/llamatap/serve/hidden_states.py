@@ -101,7 +101,7 @@ class HiddenStatesAt(HiddenStates):
 
 
 class _About(BaseModel):
-    """What all states of a request have in common."""
+    """Fields that all states of a request share."""
 
     model: str
     layer: int | None = None
@@ -155,7 +155,6 @@ class _Work:
                 f"max_length is {self.max_length}; preset {preset.name} takes {preset.max_length} at most"
             )
         self.jobs: list[Extraction] = []
-        self.truncated: list[bool] = []
         for index, one in enumerate(many):
             where = "" if self.single else f"input {index}: "
             try:
@@ -232,10 +231,15 @@ class _Work:
             self.preset.check_rows(len(tokens))
         self.jobs.append(
             Extraction(
-                tokens, self.layers, self.depth, self.body.dtype or "float32", self.body.pooling, window
+                tokens,
+                len(whole),
+                self.layers,
+                self.depth,
+                self.body.dtype or "float32",
+                self.body.pooling,
+                window,
             )
         )
-        self.truncated.append(len(tokens) < len(whole))
 
     @property
     def _n_numbers(self) -> int:
@@ -263,9 +267,9 @@ class _Work:
             )
 
     def _numbers(self) -> Sequence[int | None]:
-        """The layers as transformers counts them: those asked for as they were asked for.
+        """The layers as transformers counts them; a request's own numbers as it gave them.
 
-        None for what a preset takes and transformers has no number for, such as H_n of Llama.
+        None for layers of a preset that transformers has no number for, such as H_n of Llama.
         """
         body = self.body
         if body.layers is not None:
@@ -316,19 +320,19 @@ class _Work:
         data: list[dict[str, Any]] = []
         fragments = []
         for i, (states, array) in enumerate(zip(found, arrays, strict=True)):
-            data.append(({} if self.single else {"index": i}) | self._entry(i, states, array))
+            data.append(({} if self.single else {"index": i}) | self._entry(states, array))
             fragments.append((data[-1], "hidden_states", encode(array)))
         # Of a single one its entry is the answer.
         content = data[0] if self.single else {"data": data}
         content |= fields
         return PiecewiseResponse(json_pieces(content, fragments), "application/json")
 
-    def _entry(self, index: int, states: States, array: NDArray[Any]) -> dict[str, Any]:
+    def _entry(self, states: States, array: NDArray[Any]) -> dict[str, Any]:
         body = self.body
         entry: dict[str, Any] = {
             "hidden_states": None,
             "shape": list(array.shape),
-            "truncated": self.truncated[index],
+            "truncated": states.truncated,
         }
         if body.return_attention_mask:
             entry["attention_mask"] = [1] * len(states)
@@ -350,12 +354,13 @@ class _Work:
             tensors[f"token_ids{end}"] = states.tokens.astype(np.int64)
             if self.body.return_attention_mask:
                 tensors[f"attention_mask{end}"] = np.ones(len(states), np.int64)
-        fields["truncated"] = self.truncated[0] if self.single else self.truncated
+        truncated = [states.truncated for states in found]
+        fields["truncated"] = truncated[0] if self.single else truncated
         return PiecewiseResponse([as_safetensors(tensors, fields)], "application/octet-stream")
 
 
 def _common_provenance(states: States) -> dict[str, Any]:
-    """What is the same of all prompts of a request."""
+    """The provenance that all prompts of a request share."""
     own = ("window", "max_length", "prompt_tokens", "truncated")
     return {key: value for key, value in states.provenance.items() if key not in own}
 

@@ -50,7 +50,7 @@ class HttpServer(uvicorn.Server):
         self._refused_at = -math.inf
 
     async def startup(self, sockets: Any = None) -> None:
-        """Listen."""
+        """Begin to listen, and to watch the connections."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self._failed)
         await super().startup(sockets)
@@ -59,7 +59,8 @@ class HttpServer(uvicorn.Server):
         logger.info("running on http://%s:%d (Ctrl-C ends it)", f"[{host}]" if ":" in host else host, port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop; the second time at once; the third time whatever is left behind."""
+        """Handle a signal: the first one stops the server, the second ends requests in flight, the third the
+        process."""
         if self.should_exit and not self._hurry.is_set() and self._loop is not None:
             self._captured_signals.append(sig)
             self._loop.call_soon_threadsafe(self._hurry.set)
@@ -67,7 +68,7 @@ class HttpServer(uvicorn.Server):
             super().handle_exit(signal.SIGINT if self._hurry.is_set() else sig, frame)
 
     async def shutdown(self, sockets: Any = None) -> None:
-        """Refuse new work, drop what has not arrived whole, finish or end what is in flight."""
+        """Refuse new requests, drop half-open connections, finish or end the requests in flight."""
         half_open = sum(one.phase != "idle" for one in self.connections.waiting())
         busy = len(self.connections) - len(self.connections.waiting())
         logger.info(
@@ -95,7 +96,7 @@ class HttpServer(uvicorn.Server):
         self.connections.abort()
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What the event loop cannot tell anyone else."""
+        """Handle errors of the event loop itself, such as a connection that it cannot accept."""
         error = context.get("exception")
         if isinstance(error, OSError) and error.errno in _NO_RESOURCES:
             # asyncio says so for each of a whole backlog, and tries again after a second.

@@ -1,4 +1,4 @@
-"""Who is let in, and what a request may send: before anything is parsed."""
+"""Checks of requests before they are parsed: the API key, the host, the kind and the size of the body."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log lines of the server: what people who run it see."""
+"""Configuration of the server's log lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class OncePerSecond(logging.Filter):
         self._last: dict[tuple[str, str], float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is shown. Tracebacks and what merely informs always are."""
+        """Whether the record is shown; tracebacks and informational lines always are."""
         if record.levelno < logging.WARNING or record.exc_info:
             return True
         kind, now = (record.name, str(record.msg)[:100]), time.monotonic()

@@ -1,4 +1,4 @@
-"""What is wrong with a body, by field, as a client writes it."""
+"""Error messages of request bodies, with fields as a client writes them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _SAID = {"finite_number": "must be a finite number", "model_attributes_type": "m
 
 
 def _path(location: Sequence[str | int], body: Any, missing: bool) -> str:
-    """A place in a body: ``messages[0].content[1].image_url``. pydantic's own has the branches of unions
-    among the fields: what is in the body tells them apart.
+    """The path of a place in a body: ``messages[0].content[1].image_url``. pydantic's has the branches of
+    unions between the fields; the body tells them apart.
 
     :param missing: whether the last part is a field that is not there.
     """
@@ -32,7 +32,7 @@ def _path(location: Sequence[str | int], body: Any, missing: bool) -> str:
 
 
 def validation_message(error: RequestValidationError) -> str:
-    """What is wrong with a body, its first mistakes."""
+    """The error message of a body: its first mistakes, by field."""
     found: list[tuple[str, str]] = []
     problems: list[dict[str, Any]] = list(error.errors())
     for problem in problems[:5]:
@@ -58,9 +58,9 @@ def validation_message(error: RequestValidationError) -> str:
 
 
 def unreadable_body(cause: BaseException | None) -> str:
-    """What is wrong with a body that Python's reader of JSON gives up on.
+    """The error message of a body that Python's JSON parser cannot read.
 
-    :param cause: what it raised.
+    :param cause: the exception of the parser.
     """
     if isinstance(cause, UnicodeDecodeError):
         return f"the body is no JSON in UTF-8: {cause.reason} at byte {cause.start}"

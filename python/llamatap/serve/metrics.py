@@ -11,7 +11,7 @@ __all__ = ["Metrics", "RequestMetrics"]
 
 
 class Metrics:
-    """What a server counts. Each has a registry of its own: several can live in one process."""
+    """The counters of a server. Each has a registry of its own: several can live in one process."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

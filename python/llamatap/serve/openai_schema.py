@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API for completions, as far as they are served, and what goes beyond it.
+"""Requests of OpenAI's API for completions, as far as they are served, and extensions of it.
 
 https://platform.openai.com/docs/api-reference; ``return_token_ids``, ``prompt_logprobs``,
 ``add_generation_prompt`` and ``continue_final_message`` are vLLM's, ``return_hidden_states`` is SGLang's.
@@ -47,7 +47,7 @@ class StreamOptions(BaseModel):
 
 
 class Sampling(Body):
-    """What completions of either kind take."""
+    """Fields that completions of both kinds share."""
 
     model: str = Field(description="a name of GET /v1/models")
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)

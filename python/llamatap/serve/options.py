@@ -1,4 +1,4 @@
-"""What a server is configured with."""
+"""Options of a server."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ _DEFAULT_PORTS = {"http": "80", "https": "443"}
 
 
 def _origin(given: str) -> str:
-    """An origin as browsers write it; others would never match.
+    """The origin in the form that browsers send, which alone matches.
 
     :raises InvalidInputError: it is none.
     """

@@ -6,7 +6,6 @@ a body that is handed over whole lies in memory, however slowly its client reads
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import itertools
 import uuid
@@ -36,9 +35,6 @@ Encoding = Literal["float", "base64", "safetensors"]
 
 # Of a piece of a body.
 _SENT_BYTES = 2**18
-
-# After which a client that takes nothing any more is given up.
-_PATIENCE_SECONDS = 60.0
 
 # Of a list that is encoded in pieces.
 _PIECE_ITEMS = 256
@@ -124,12 +120,8 @@ class PiecewiseResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for body in self._packed():
-            message = {"type": "http.response.body", "body": body, "more_body": True}
-            try:
-                await asyncio.wait_for(send(message), _PATIENCE_SECONDS)
-            except asyncio.TimeoutError:
-                # One that reads nothing any more must not keep memory that others wait for.
-                return
+            # The server ends it for a client that reads nothing (send_timeout).
+            await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _packed(self) -> Iterator[bytes]:

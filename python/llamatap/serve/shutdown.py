@@ -1,4 +1,4 @@
-"""The end of a server: what is in flight ends with an answer, not with a cut."""
+"""The end of a server: requests in flight end with a proper answer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["Ending", "shutting_down"]
 
 
 def shutting_down(message: str = "the server is shutting down") -> ApiError:
-    """The error of a request that a stopping server does not take, or cannot finish."""
+    """The error of a request that a stopping server refuses or cannot finish."""
     return ApiError(503, "unavailable_error", "shutting_down", message, retry_after=5)
 
 
 class Ending:
-    """The moment at which requests in flight must end, finished or not. Of one event loop."""
+    """The moment at which requests in flight must end, finished or not; for one event loop."""
 
     def __init__(self) -> None:
         self._begun = asyncio.Event()
@@ -25,17 +25,17 @@ class Ending:
 
     @property
     def begun(self) -> bool:
-        """Whether it has come."""
+        """Whether requests in flight must end."""
         return self._begun.is_set()
 
     def begin(self) -> None:
-        """End what is in flight."""
+        """Tell all requests in flight to end."""
         self._begun.set()
         for tell in tuple(self._told):
             tell()
 
     async def wait(self) -> None:
-        """Return when it has come."""
+        """Wait until requests in flight must end."""
         await self._begun.wait()
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What the routes of an app share: its models, presets and limits."""
+"""State that the routes of an app share: its models, presets and limits."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class Server:
         self.budget = Budget(options.max_pending_bytes, options.max_queue)
 
     def summary(self) -> list[str]:
-        """What is served, in lines."""
+        """Lines that describe the models and presets, for the log."""
         return [
             *(worker.summary() for worker in self.workers.values()),
             f"presets: {', '.join(self.presets)}",
         ]
 
     def worker(self, model: str | None) -> ModelWorker:
-        """The model of a name; None for the only one.
+        """The worker of the model with a name; None for the only one.
 
         :raises ApiError: there is none, or there are several.
         """
@@ -92,7 +92,7 @@ class Server:
         return prompt_tokens(model, prompt, None)
 
     def check_text(self, prompt: str) -> None:
-        """Whether a text may be tokenised.
+        """Refuse a text that is too long to be tokenised.
 
         :raises InvalidInputError: it is longer than any prompt that the server takes.
         """

@@ -91,13 +91,13 @@ class TextJob(ABC):
 
     @property
     def n_prompt_logprobs(self) -> int | None:
-        """The same at the prompt's tokens."""
+        """How many of the most likely tokens to report at each token of the prompt."""
         return self.body.prompt_logprobs
 
     @property
     @abstractmethod
     def max_tokens(self) -> int | None:
-        """As the request says."""
+        """The most tokens of a text, as the request gives it."""
 
     @abstractmethod
     def inputs(self) -> list[str | Sequence[int]]:
@@ -105,11 +105,11 @@ class TextJob(ABC):
 
     @abstractmethod
     def choice(self, index: int, found: Generation) -> dict[str, Any]:
-        """A finished text."""
+        """The choice of a finished text."""
 
     @abstractmethod
     def delta(self, index: int, text: str, logprobs: TokenLogprobs | None) -> dict[str, Any]:
-        """A piece of a streamed one. Of each token once, in order."""
+        """The choice of a piece of a streamed text; each token comes once, in order."""
 
     def prepare(self) -> None:
         """Tokenise; off the event loop, for it may be long work.
@@ -165,8 +165,8 @@ class TextJob(ABC):
             self.n_bytes += bytes_of(n_tokens * width, 4, "safetensors")
 
     def _most_tokens(self, prompt: NDArray[np.int32]) -> int:
-        """That may be generated after a prompt. A request that does not say gets shares of the context, as
-        many as leave it a quarter of one."""
+        """The most tokens that may be generated after a prompt. A request that does not say gets shares of
+        the context, as many as leave it a quarter of one."""
         share = self.worker.text_room
         shares = (len(prompt) + share // 4) // share + 1
         most = self.worker.text_limit
@@ -299,7 +299,7 @@ class TextJob(ABC):
         return Response(orjson.dumps(content), media_type="application/json")
 
     def _prompt_logprobs(self, found: Generation) -> orjson.Fragment:
-        """As vLLM gives them: by token id, the prompt's own token first."""
+        """Log-probabilities of the prompt as vLLM gives them: by token id, the prompt's own token first."""
         assert found.prompt_logprobs is not None
         return as_array(map(self._candidates, found.prompt_logprobs))
 
@@ -318,7 +318,7 @@ class TextJob(ABC):
         }
 
     def _about_states(self, found: Generation) -> dict[str, Any]:
-        """What the rows of ``hidden_states`` are, as ``/v1/hidden_states`` says it."""
+        """The fields that describe ``hidden_states``, as ``/v1/hidden_states`` has them."""
         assert found.states is not None
         assert self.layer is not None
         about = found.states.select((self.layer,)).provenance

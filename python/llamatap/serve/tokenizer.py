@@ -1,5 +1,5 @@
-"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info`` as vLLM has them: scoring harnesses (lm-eval) count
-the tokens of a context with them."""
+"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, as vLLM serves them. Scoring harnesses (lm-eval)
+count tokens with them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeRes
 
 @router.get("/tokenizer_info", responses=_ERRORS)
 async def tokenizer_info(request: Request, model: str | None = None) -> TokenizerInfo:
-    """What a model's tokenizer is."""
+    """The kind of a model's tokenizer, its BOS and EOS, and the chat template."""
     found = server_of(request).worker(model).model
     return TokenizerInfo(
         tokenizer_class=str(found.metadata.get("tokenizer.ggml.model", "none")),

@@ -85,7 +85,7 @@ class VerifierFiles:
         if chosen is None:
             chosen = tuple(default_eagle3_layers(model.n_layer))
         try:
-            return (*translate(chosen, source="vllm", n_layer=model.n_layer, arch=model.arch), model.n_layer)
+            return (*translate(chosen, source="vllm", n_layer=model.n_layer), model.n_layer)
         except InvalidInputError as error:
             raise InvalidInputError(f"the verifier's layers are ids as vLLM's: {error}") from None
 

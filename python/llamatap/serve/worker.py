@@ -1,4 +1,4 @@
-"""One thread a model, which owns its contexts: requests of all clients share its batches.
+"""Model workers: a thread for each model, which owns its contexts and batches the requests of all clients.
 
 The thread takes turns: a batch of extraction, a round of generation. Nothing else touches the contexts, and
 the event loop never waits for them.
@@ -59,12 +59,14 @@ class Extraction:
     """A prompt whose states are wanted.
 
     :ivar tokens: int32 ``(n,)``.
+    :ivar n_prompt: how many the prompt had before it was cut.
     :ivar layers: normalised ids of llamatap.
     :ivar depth: the slot of the deepest of them: nothing beyond it is computed.
     :ivar window: the positions that are wanted, as of :func:`llamatap.extract`.
     """
 
     tokens: NDArray[np.int32]
+    n_prompt: int
     layers: tuple[LayerId, ...]
     depth: int
     dtype: Dtype = "float32"
@@ -123,15 +125,13 @@ class ModelWorker:
             load_mtp=options.drafter == "mtp",
         )
         self.created = int(time.time())
-        # A drafter's file has no context of its own. Small, for it is dropped again.
-        sizes: ContextOptions = {**options.context, "n_ctx": 256, "n_batch": 1, "n_ubatch": 1}
+        self._session: Session | None = None
         try:
-            Context(self.model, **sizes).close()
+            self._try_contexts()
         except Error as error:
             self.model.close()
             raise type(error)(f"{options.path.name} cannot be served: {error}") from error
         self._extractor = Extractor(self.model, **options.context)
-        self._session: Session | None = None
         self._extractions: deque[Extraction] = deque()
         self._texts: deque[_Text] = deque()
         self._live: dict[int, _Text] = {}
@@ -142,9 +142,6 @@ class ModelWorker:
         #: Seconds that a prompt took lately, as a moving average, and those since the last one was done.
         self._pace = 0.1
         self._spent = 0.0
-        if options.drafter is not None:
-            # A drafter that does not fit the model is better known at once.
-            self._session = self._new_session()
 
     def start(self) -> None:
         """Begin to work."""
@@ -191,11 +188,11 @@ class ModelWorker:
 
     @property
     def works(self) -> bool:
-        """Whether its thread is there and takes work."""
+        """Whether the thread is alive and takes work."""
         return not self._stopping and self._thread is not None and self._thread.is_alive()
 
     def summary(self) -> str:
-        """What it is, in a line."""
+        """A line that describes the model, its layers and limits, for the log."""
         model, options = self.model, self.options
         try:
             model.layer_map  # noqa: B018  raises
@@ -416,13 +413,33 @@ class ModelWorker:
             # Its context may be of no more use; the next prompt gets another.
             self._extractor.close()
             raise
-        return [states.select(job.layers) for job, states in zip(jobs, found, strict=True)]
+        return [
+            states.select(job.layers).cut_from(job.n_prompt) for job, states in zip(jobs, found, strict=True)
+        ]
 
-    def _new_session(self) -> Session:
+    def _try_contexts(self) -> None:
+        """Make the contexts once, so that options, a drafter or memory that cannot serve refuse the start.
+
+        The context of texts is freed again, for many servers give states alone; with a drafter it is kept.
+        """
+        # A drafter's file has no context of its own.
+        sizes: ContextOptions = {**self.options.context, "n_ctx": 256, "n_batch": 1, "n_ubatch": 1}
+        with Context(self.model, **sizes) as context:
+            generates = context.native.has_memory and context.native.causal
+        if self.options.drafter is not None:
+            self._session = self._new_session()
+        elif generates:
+            self._text_context().close()
+
+    def _text_context(self) -> Context:
         options, model = self.options, self.model
         parallel = options.parallel if model.native.batches_sequences else 1
         sizes: ContextOptions = {**options.context, "n_ctx": self.n_ctx, "n_seq_max": parallel}
-        context = Context(model, **sizes)
+        return Context(model, **sizes)
+
+    def _new_session(self) -> Session:
+        options = self.options
+        context = self._text_context()
         drafter = None
         if options.drafter is not None:
             chosen: DraftOptions = {} if options.n_max is None else {"n_max": options.n_max}
