@@ -32,7 +32,7 @@ def missing(*packages: str, extra: str | None = None, what: str | None = None) -
 
 @contextlib.contextmanager
 def needs(extra: str, what: str | None = None) -> Iterator[None]:
-    """Around imports of packages that an extra brings.
+    """Context manager around imports of packages that an extra brings.
 
     :param what: needs them.
     :raises MissingPackageError: one is missing; with the command that installs it.

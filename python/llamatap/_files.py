@@ -39,7 +39,7 @@ class ModelFiles:
         self._samples = [sample_file(one) for one in self.paths]
 
     def only_first(self) -> None:
-        """The model is not split, whatever the file's name."""
+        """Take the model for one that is not split, whatever the file's name."""
         del self.paths[1:], self._statuses[1:], self._samples[1:]
 
     @property

@@ -17,9 +17,9 @@ from llamatap.errors import InvalidInputError
 
 __all__ = ["CALLS", "SAID", "THOUGHTS", "history"]
 
-#: What an assistant may say beside its content: the names that chat templates know for thoughts.
+#: Fields of an assistant's message beside its content: the names that chat templates know for thoughts.
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought", "tool_plan")
-#: And for calls.
+#: The names that they know for calls.
 CALLS = ("tool_calls", "function_call")
 #: Where an assistant's message may say something that is no content.
 SAID = (*THOUGHTS, *CALLS)
@@ -31,7 +31,7 @@ _AS_TEXT = json.dumps({_NAME: _VALUE})
 
 @dataclass(frozen=True)
 class _Calls:
-    """What a template reads of a message that calls a tool.
+    """The form in which a template reads a message that calls a tool.
 
     :ivar content: in place of none, or of an empty one.
     :ivar mapping: whether it reads arguments that are a mapping.
@@ -99,14 +99,18 @@ def _call(call: Any, reads: _Calls) -> Any:
             return call
         return {**call, "arguments": parsed} if isinstance(parsed, Mapping) else call
     if reads.text and isinstance(arguments, Mapping):
-        return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        try:
+            return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        except (TypeError, ValueError):
+            # Python's callers may have anything in them.
+            return call
     return call
 
 
 @functools.lru_cache(64)
 def _calls(template: str, render: Callable[[str, Sequence[Mapping[str, Any]]], str]) -> _Calls:
     def written(content: str | None, arguments: Any) -> str | None:
-        """What the template makes of a call, blanks aside; None where it fails or leaves the call out."""
+        """A call as the template writes it, blanks aside; None where it fails or leaves the call out."""
         function = {"name": "qfrip", "arguments": arguments}
         # Mistral's templates want ids of nine characters.
         call = {"type": "function", "id": "123456789", "function": function}

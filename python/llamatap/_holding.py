@@ -17,7 +17,8 @@ __all__ = ["check_free", "held", "tidying"]
 
 _logger = logging.getLogger("llamatap")
 
-#: What a drafter is in use by, by the drafter's id: that is alive as long as what uses it.
+#: The generation that uses each drafter, by the drafter's id. An id is not used anew while the entry counts:
+#: a generation that is alive keeps its drafter alive.
 _users: dict[int, weakref.ref[object]] = {}
 #: Held while drafters are taken. Giving them back must not wait for it: the garbage collector may do so.
 _taking = threading.Lock()
@@ -53,7 +54,7 @@ def check_free(context: Context, drafter: Drafter | None) -> None:
 
 @contextlib.contextmanager
 def held(context: Context, drafter: Drafter | None, user: object) -> Iterator[None]:
-    """Have both for `user` alone, as long as somebody has it.
+    """Reserve the context and the drafter for `user`, until the block ends or `user` is garbage collected.
 
     :raises BusyError: another one has them.
     """

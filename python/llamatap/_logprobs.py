@@ -15,7 +15,7 @@ __all__ = ["at_outputs", "of_logits"]
 
 
 def at_outputs(context: Context, first_row: int, tokens: Sequence[int], n_top: int) -> list[TokenLogprobs]:
-    """Of each token in turn, at the outputs ``first_row``, ``first_row + 1``, ... of the last batch.
+    """Log-probability of each token in turn, at the last batch's outputs ``first_row``, ``first_row + 1``...
 
     :param n_top: how many of the most likely tokens to give, too; of all, where that is more.
     :raises NotFiniteError: the logits hold NaN or infinity.
@@ -25,7 +25,7 @@ def at_outputs(context: Context, first_row: int, tokens: Sequence[int], n_top: i
 
 
 def of_logits(logits: NDArray[np.float32], token: int, n_top: int) -> TokenLogprobs:
-    """The same of float32 ``(n_vocab,)`` logits."""
+    """Log-probability of a token, from float32 ``(n_vocab,)`` logits."""
     (found,) = _entries([token], *_core.logprobs_of(logits, token, n_top))
     return found
 

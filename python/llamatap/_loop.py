@@ -1,4 +1,4 @@
-"""What generates: rounds of drafting, one decode of the target, and verification."""
+"""The scheduler of generation: each round a draft, one forward pass of the target, and verification."""
 
 from __future__ import annotations
 
@@ -342,7 +342,7 @@ class Loop:
         return Tap(self.context, tuple(layers), "all" if every else "outputs", "float32")
 
     def _score(self, sequence: Prompt) -> None:
-        """Have the log-probabilities of tokens of the prompt: each from the row of the one before."""
+        """Record the log-probabilities of tokens of the prompt: each from the row of the one before."""
         n_top = sequence.options.prompt_logprobs
         assert n_top is not None
         begin = sequence.fed - sequence.n_rows

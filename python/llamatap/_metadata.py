@@ -41,7 +41,7 @@ def _is_text(value: object) -> bool:
 
 
 def to_metadata(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Fields as the metadata of a file.
+    """Spell fields as the strings of a file's metadata.
 
     :param fields: strings, or what JSON has.
     """
@@ -51,7 +51,7 @@ def to_metadata(fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def from_metadata(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of :func:`to_metadata`.
+    """Read the fields that :func:`to_metadata` wrote.
 
     :raises ValueError: what should be JSON is none.
     """

@@ -141,7 +141,7 @@ def bounds(window: Window | None, length: int) -> tuple[int, int]:
 
 
 def window_text(window: Window) -> str:
-    """A window as :func:`parse_window` reads it."""
+    """Spell a window as :func:`parse_window` reads it."""
     start, stop = window
     return f"{'' if start is None else start}:{'' if stop is None else stop}"
 

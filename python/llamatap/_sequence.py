@@ -65,7 +65,7 @@ class Prompt:
         self.tokens: list[int] = []
         self.pieces: list[str] = []
         self.logprobs: list[TokenLogprobs] = []
-        #: Of what was fed. Nothing comes before the first token.
+        #: One for each token that was fed; None for the first, which follows nothing.
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         #: States of generated tokens.
         self.rows: list[NDArray[np.float32]] = []

@@ -6,7 +6,10 @@ a converter's mistake, is split into pieces, and the model reads a chat that it 
 
 from __future__ import annotations
 
+import itertools
+import re
 import unicodedata
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +22,9 @@ __all__ = ["probe_texts", "say", "unparsed"]
 
 # Characters of a token.
 _LONGEST = 64
+# Pieces of texts that are looked up. Templates write four thousand at most, unless they are out to do harm.
+_MOST = 1 << 16
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _SAID = "quarn"
 _TOOL = {
     "type": "function",
@@ -42,7 +48,7 @@ def _chats() -> Iterator[tuple[Sequence[Mapping[str, Any]], dict[str, Any]]]:
 
 
 def probe_texts(render: Callable[..., str]) -> list[str]:
-    """What a template writes into chats, without what is said.
+    """Render chats by a template, and take out what is said.
 
     :param render: renders messages, with variables; it raises InvalidInputError.
     """
@@ -59,11 +65,16 @@ def probe_texts(render: Callable[..., str]) -> list[str]:
 
 
 def unparsed(vocab: _core.Model, texts: Iterable[str]) -> dict[str, int]:
-    """The tokens in texts that stand in the vocabulary for what looks like a control token and that the
-    tokenizer never makes: their spelling and ids, in the order of the texts."""
-    candidates = list(
-        dict.fromkeys(piece for text in texts for word in text.split() for piece in _pieces(word))
-    )
+    """Find control tokens in texts that the tokenizer splits: they look like one, the vocabulary has a token
+    spelled so, and the tokenizer does not make it of its spelling.
+
+    :returns: spelling and id of each, in the order of the texts.
+    """
+    words = dict.fromkeys(word for text in texts for word in text.split())
+    pieces = itertools.chain.from_iterable(map(_pieces, words))
+    candidates = list(dict.fromkeys(itertools.islice(pieces, _MOST)))
+    # A template may write lone surrogates, and no token holds any.
+    candidates = [text for text in candidates if text.isascii() or not _SURROGATE.search(text)]
     ids = vocab.find_tokens(candidates)
     found = {text: token for text, token in zip(candidates, ids, strict=True) if token is not None}
     return {
@@ -90,8 +101,12 @@ def say(tokens: Mapping[str, int]) -> str:
 def _pieces(word: str) -> Iterator[str]:
     """The parts of a word that begin and end with a mark and have a letter between: "<|im_start|>"."""
     marks = [index for index, letter in enumerate(word) if unicodedata.category(letter)[0] in "PS"]
+    letters = [index for index, letter in enumerate(word) if letter.isalnum()]
+    # Of a ruler line there is nothing to slice, of any other word no more than its length many times over.
     for first in marks:
-        for last in marks:
-            piece = word[first : last + 1]
-            if len(piece) <= _LONGEST and any(map(str.isalnum, piece)):
-                yield piece
+        following = bisect_right(letters, first)
+        if following == len(letters):
+            return
+        nearest = bisect_right(marks, letters[following])
+        for last in marks[nearest : bisect_left(marks, first + _LONGEST)]:
+            yield word[first : last + 1]

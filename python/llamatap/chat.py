@@ -129,7 +129,10 @@ def read(template: str, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[s
         raise InvalidInputError(
             f'messages must be a list of {{"role": ..., "content": ...}}, not {reprlib.repr(messages)}'
         )
-    return history(template, messages, _with_tools)
+    try:
+        return history(template, messages, _with_tools)
+    except RecursionError:
+        raise InvalidInputError("a message is nested too deeply") from None
 
 
 def _render(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:

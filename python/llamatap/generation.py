@@ -21,7 +21,7 @@ FinishReason = Literal["stop", "length", "context", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities where a token stands: of a softmax over the target's logits as they are, before
+    """Log-probabilities at the place of a token: of a softmax over the target's logits as they are, before
     ``logit_bias``, penalties, temperature and the rest.
 
     :ivar token: the token that was chosen, or is in the prompt.
@@ -97,7 +97,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Generation:
-    """What became of a prompt.
+    """A text generated after a prompt, finished: tokens, text, and how it came about.
 
     :ivar index: which prompt.
     :ivar prompt: int32 ``(n_prompt,)``: its tokens.

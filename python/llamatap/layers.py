@@ -91,11 +91,11 @@ class Convention:
     why: str = ""
 
     def last_id(self, n_layer: int) -> int:
-        """Its largest id."""
+        """The largest id of this numbering."""
         return n_layer - self.offset - (not self.has_last) + self.last_is_norm
 
     def without_norm(self) -> Convention:
-        """The same for a model without a final norm: its last entry is H_n."""
+        """This numbering for a model without a final norm: its last entry is H_n."""
         return replace(self, last_is_norm=False, has_last=True)
 
     def to_llamatap(self, layer: LayerId, n_layer: int) -> LayerId:

@@ -277,7 +277,8 @@ class States:
 
     @classmethod
     def _of_file(cls, tensors: Mapping[str, NDArray[Any]], fields: dict[str, Any]) -> States:
-        """
+        """Make states of a file's tensors and metadata.
+
         :raises KeyError, ValueError, TypeError, AttributeError: it is no file of states.
         """
         if "provenance" in fields:

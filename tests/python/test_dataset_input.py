@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from pyarrow import parquet
 
 import llamatap as lt
 from llamatap import dataset
+from llamatap.dataset import samples
 
 Options = dataset.Options
 
@@ -189,3 +191,23 @@ def test_a_folder_whose_files_were_removed(tiny_model: lt.Model, tmp_path: Path,
     assert dataset.write(tiny_model, second, folder, Options(**options)).n_written == 12
     dataset.write(tiny_model, second, tmp_path / "calm", Options(**options))
     assert_same(folder, tmp_path / "calm")
+
+
+@pytest.mark.parametrize(
+    ("cores", "quota", "expected"), [(8, 1.5, 2), (8, 0.2, 1), (3, None, 3), (64, None, 4)]
+)
+def test_threads_are_within_the_quota(
+    tiny_model: lt.Model, monkeypatch: pytest.MonkeyPatch, cores: int, quota: float | None, expected: int
+) -> None:
+    made: list[int] = []
+
+    class Threads(ThreadPoolExecutor):
+        def __init__(self, max_workers: int, name: str) -> None:
+            made.append(max_workers)
+            super().__init__(max_workers, name)
+
+    monkeypatch.setattr("llamatap._native._physical_cores", lambda: cores)
+    monkeypatch.setattr("llamatap._limits.cpu_quota", lambda: quota)
+    monkeypatch.setattr("llamatap.dataset.samples.ThreadPoolExecutor", Threads)
+    samples.prepare(tiny_model, [GOOD], samples.Preparation(64), lambda *_: None)
+    assert made == [expected]

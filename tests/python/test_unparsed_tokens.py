@@ -15,6 +15,7 @@ import pytest
 
 import llamatap as lt
 from llamatap.__main__ import main
+from llamatap._unparsed import _pieces, unparsed
 from llamatap.dataset.samples import Preparation, Preparer, prepare
 
 VOCABULARIES = Path(__file__).resolve().parents[2] / "vendor" / "llama.cpp" / "models"
@@ -82,6 +83,47 @@ def test_only_what_the_template_writes_itself(broken: lt.Model) -> None:
     assert broken.unparsed_tokens(tools) == {"<|im_start|>": 1}
     assert broken.unparsed_tokens("{{ 1 / 0 }}") == {}
     assert broken.unparsed_tokens("{% if %}") == {}
+
+
+class Vocabulary:
+    """A vocabulary that has no such token, and counts what is looked up."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def find_tokens(self, texts: Sequence[str]) -> list[None]:
+        self.asked += len(texts)
+        return [None] * len(texts)
+
+
+def test_rulers_and_long_texts_cost_little() -> None:
+    """The pieces of a word were those of all pairs of its marks."""
+    assert list(_pieces("-" * 100_000)) == []
+    assert list(_pieces("-" * 100_000 + "x")) == []
+    # One letter far behind, within reach of the last marks alone: 63 pairs at most from each of them.
+    assert len(list(_pieces("-" * 100_000 + "x" + "-" * 100_000))) == 62 * 63 // 2
+    assert max(map(len, _pieces("-" * 100 + "x" + "-" * 100))) == 64
+    word = "-a" * 20_000
+    assert len(list(_pieces(word))) < 32 * 20_000
+    vocabulary: Any = Vocabulary()
+    words = " ".join(f"<{number}|{number}>" * 9 for number in range(20_000))
+    assert unparsed(vocabulary, [word, words, words]) == {}
+    assert vocabulary.asked <= 1 << 16
+
+
+def test_all_pieces_of_a_word_are_there() -> None:
+    rng = np.random.default_rng(47)
+    for _ in range(200):
+        word = "".join(rng.choice(list("<|_>-xy\u00e97"), rng.integers(0, 90)))
+        marks = [index for index, letter in enumerate(word) if letter in "<|_>-"]
+        pairs = [word[a : b + 1] for a in marks for b in marks if a < b < a + 64]
+        assert list(_pieces(word)) == [piece for piece in pairs if any(map(str.isalnum, piece))]
+
+
+def test_a_ruler_and_lone_surrogates_in_a_template(broken: lt.Model) -> None:
+    assert broken.unparsed_tokens("{{ '-' * 60000 }}<|im_start|>") == {"<|im_start|>": 1}
+    assert broken.unparsed_tokens("{{ '.\\ud83d.a.' }}<|im_start|>") == {"<|im_start|>": 1}
+    assert broken.unparsed_tokens(".\ud83da.<|im_start|>") == {"<|im_start|>": 1}
 
 
 @pytest.mark.parametrize("rows", [[{"messages": CHAT}], [{"input_ids": [5, 6]}, {"messages": CHAT}]])

@@ -10,7 +10,7 @@ The frame is what a template writes around a thought that is there. So one is pu
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -32,7 +32,7 @@ _OPEN = re.compile(r"\s*(<[^<>]*>)?\s*")
 
 @dataclass(frozen=True)
 class Frame:
-    """What a template writes around a thought.
+    """The frame that a template writes around a thought.
 
     :ivar before: between the start of the turn, which the prompt may have opened the thought before, and the
         thought.
@@ -66,7 +66,10 @@ def frames(render: Render) -> list[Frame]:
 
 
 def _frame(render: Render, name: str | None) -> Iterator[Frame]:
-    """:param name: of the field; None for what a template writes without any thought."""
+    """The frame of one field, if the template has one.
+
+    :param name: of the field; None for what a template writes without any thought.
+    """
     answer = {"role": "assistant", "content": _CONTENT, **({} if name is None else {name: _THOUGHT})}
     messages = [{"role": "user", "content": "Hi"}, answer]
     try:
@@ -89,12 +92,12 @@ def without_empty_thought(turn: Turn, text: str, message: Message | None, known:
     """The turn from after the frame that it begins with, if there is no thought in that.
 
     :param text: the conversation that the turn is of.
-    :param message: what the turn says. An empty thought that its content has itself is the assistant's.
+    :param message: whose turn it is. An empty thought that its content has itself is the assistant's.
     :param known: the frames of the template.
     """
-    content = _text((message or {}).get("content"))
     for frame in known:
-        if not frame.is_said(content) and (end := frame.end(text, turn)) is not None:
+        end = frame.end(text, turn)
+        if end is not None and not frame.is_said(_text((message or {}).get("content"))):
             return replace(turn, start=end, said=max(turn.said, end), prompt=None)
     return turn
 
@@ -105,9 +108,10 @@ def _earliest(turn: Turn, close: str) -> int:
 
 
 def _text(content: Any) -> str:
-    if isinstance(content, list):
-        return "".join(part["text"] for part in content if isinstance(part.get("text"), str))
-    return content if isinstance(content, str) else ""
+    """The text of a content; of parts, which are texts or mappings with one, all of it."""
+    parts = content if isinstance(content, list) else [content]
+    texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def _dense(text: str) -> str:

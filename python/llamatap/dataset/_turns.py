@@ -28,7 +28,7 @@ __all__ = ["Render", "Turn", "assistant_turns"]
 
 
 class Render(Protocol):
-    """What renders messages by one template, always with the same variables."""
+    """Renders messages by one template, always with the same variables."""
 
     def __call__(
         self, messages: Sequence[Message], /, *, add_generation_prompt: bool = False, **variables: Any

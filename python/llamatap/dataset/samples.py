@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from llamatap import chat
 from llamatap._history import SAID
-from llamatap._native import usable_cpus
+from llamatap._native import default_threads
 from llamatap._unparsed import say
 from llamatap.dataset._masking import Masker
 from llamatap.dataset._thoughts import Frame, frames, without_empty_thought
@@ -28,7 +28,8 @@ from llamatap.model import Model, token_array
 
 __all__ = ["Preparation", "Preparer", "Sample", "Samples", "prepare"]
 
-_THREADS = 4
+# Of those that prepare rows.
+_MOST_THREADS = 4
 # Rows that are read before the first of them is done.
 _AHEAD = 256
 
@@ -131,7 +132,7 @@ class Preparation:
 
 @dataclass
 class Prepared:
-    """What came of the rows."""
+    """The samples of all rows, and how many rows there were."""
 
     samples: Samples
     n_rows: int
@@ -163,7 +164,7 @@ def prepare(
 
     coming = iter(rows)
     # Tokenising leaves Python to the other threads.
-    with ThreadPoolExecutor(min(_THREADS, len(usable_cpus())), "llamatap-prepare") as threads:
+    with ThreadPoolExecutor(min(_MOST_THREADS, default_threads()), "llamatap-prepare") as threads:
         while some := list(itertools.islice(coming, _AHEAD)):
             for found in threads.map(attempt, some):
                 if isinstance(found, Error):
@@ -209,7 +210,10 @@ class Preparer:
             raise row
         if not isinstance(row, Mapping):
             raise InvalidInputError(f"a row must be a mapping of columns, not {type(row).__name__}")
-        tokens, mask = self._whole(row)
+        try:
+            tokens, mask = self._whole(row)
+        except RecursionError:
+            raise InvalidInputError("the row is nested too deeply") from None
         limit = self._how.max_length
         truncated = len(tokens) > limit
         tokens, mask = tokens[:limit], mask[:limit]
@@ -278,11 +282,14 @@ class Preparer:
         return self._masker.mask(text, turns)
 
     def _check_parsed(self, text: str, messages: Sequence[Mapping[str, Any]]) -> None:
-        """:raises UnsupportedError: the template writes control tokens that the tokenizer splits."""
+        """Refuse a text with control tokens that the tokenizer splits.
+
+        :raises UnsupportedError: the template writes some.
+        """
         tokens = self._model.unparsed_tokens(self._how.template)
         if tokens:
             # Others may speak of such a token.
-            said = json.dumps(messages, ensure_ascii=False, default=str)
+            said = json.dumps(messages, ensure_ascii=False, skipkeys=True, default=str)
             written = {name: token for name, token in tokens.items() if text.count(name) > said.count(name)}
             if written:
                 raise UnsupportedError(f"{say(written)}, or give input_ids with a loss_mask")
