@@ -66,8 +66,8 @@ class Planner {
       : model_(Model::without_weights(model.path(), model.options())),
         params_(params),
         available_(available) {
-    const double n_vocab = model.vocab().size();
-    outputs_ = 4 * n_vocab * std::max(params.n_outputs_max, params.n_seq_max);
+    n_outputs_ = std::min(params.n_outputs_max, params.n_batch);
+    output_bytes_ = 4.0 * model.vocab().size();
     // Memory of a CPU is taken as it is touched, and few ask for outputs of all tokens; a GPU's is taken at
     // once.
     if (!model.on_gpu()) params_.n_outputs_max = params.n_seq_max;
@@ -130,7 +130,8 @@ class Planner {
     if (!context) return std::nullopt;
     const auto footprint = internals::context_footprint(context.get());
     const auto notes = static_cast<double>(internals::n_cells(context.get()) * kCellBytes);
-    Need need{{"", static_cast<double>(footprint.host) + outputs_ + notes, available_}};
+    const double outputs = output_bytes_ * std::max(std::min(n_outputs_, n_ctx), params_.n_seq_max);
+    Need need{{"", static_cast<double>(footprint.host) + outputs + notes, available_}};
     for (const auto& [device, bytes] : footprint.devices) {
       size_t free = 0;
       size_t total = 0;
@@ -160,7 +161,8 @@ class Planner {
   Model::Handle model_;
   llama_context_params params_;
   double available_;
-  double outputs_;
+  uint32_t n_outputs_;   // of one call
+  double output_bytes_;  // of each
 };
 
 }  // namespace
