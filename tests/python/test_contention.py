@@ -29,7 +29,8 @@ os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 model = lt.Model(sys.argv[1])
 found = []
 for n_threads in (1, 4):
-    with model.context(n_ctx=256, n_threads=n_threads, type_k="f32", type_v="f32", flash_attn=False) as context:
+    exact = {"type_k": "f32", "type_v": "f32", "flash_attn": False}
+    with model.context(n_ctx=256, n_threads=n_threads, **exact) as context:
         before = resource.getrusage(resource.RUSAGE_SELF)
         tokens = [1, 2, 3]
         context.decode(lt.Batch.of(tokens))
