@@ -9,14 +9,14 @@ from llamatap._check import integer
 
 __all__ = ["DraftLength"]
 
-# Of a round long ago this much is left after each newer one: some fifty rounds count.
+# Decay of past rounds per new round: about 50 rounds count.
 _KEPT = 0.98
 # A first guess that weighs as much as two tries: every other token is accepted.
 _PRIOR_HITS, _PRIOR_TRIES = 1.0, 2.0
 # Every so many rounds another length is tried, so that costs and acceptance do not go stale.
 _EXPLORE_EVERY = 16
 _MEASURED = 9
-# What a length took so many rounds ago is forgotten when it is measured again.
+# The cost of a length that is older than this many rounds is forgotten when it is measured again.
 _STALE = 48
 
 

@@ -155,7 +155,7 @@ def _run(job: Job, *, quiet: bool) -> Report:
         def progress(done: int, total: int) -> None:
             if bar.total is None:
                 bar.reset(total)
-                # What was there before says nothing of the speed.
+                # Tokens of earlier runs do not count for the speed.
                 bar.initial = bar.n = done
             bar.update(done - bar.n)
 
