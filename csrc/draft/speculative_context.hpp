@@ -21,7 +21,7 @@ struct DraftBlock {
   int32_t first_slot = 1;  // the place that gives the first token
   int32_t mask_token = -1;
   bool chained = false;         // DSpark: each place's logits depend on the token of the one before
-  bool has_confidence = false;  // DSpark: and how likely it is to stand
+  bool has_confidence = false;  // DSpark: and how likely it is to be accepted
 };
 
 /// One context of a draft model for all sequences of a target's context.

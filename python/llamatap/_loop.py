@@ -436,7 +436,7 @@ class Loop:
             self._compute_last(sequence)
         sequence.flush_text()
         if sequence.seq < 0:
-            # It was cancelled before it was let in.
+            # Cancelled before it was admitted.
             return
         self.context.native.memory_remove(sequence.seq, -1, -1)
         self._spent("target", sequence)

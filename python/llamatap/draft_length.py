@@ -49,7 +49,7 @@ class DraftLength:
         self._rounds = 0
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """A draft of ``drafted`` tokens was verified, ``accepted`` of them stood."""
+        """Count a draft of ``drafted`` tokens, ``accepted`` of them accepted."""
         for i in range(min(accepted + 1, drafted, self.longest)):
             self._tries[i] += 1
             self._hits[i] += i < accepted
@@ -64,7 +64,7 @@ class DraftLength:
         known.append(seconds)
 
     def acceptance(self, position: int) -> float:
-        """The share of drafts whose token at ``position`` (from 1) stands, of those that came so far."""
+        """Acceptance rate at ``position`` (from 1), of the drafts accepted up to there."""
         i = position - 1
         return (self._hits[i] + _PRIOR_HITS) / (self._tries[i] + _PRIOR_TRIES)
 

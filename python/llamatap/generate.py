@@ -177,9 +177,9 @@ def generate(
 
     A generation has the context's memory, and the drafter, for itself: until it ends, what would change the
     memory raises BusyError. It ends with its last result, or with the iterator: ``close()``, or leaving a
-    loop, frees the memory. What a drafter raises comes out, and the context can be used again.
+    loop, frees the memory. Exceptions of a drafter are raised, and the context can be used again.
 
-    Prompts enter in pieces of ``n_batch`` tokens at most, beside the texts that are under way.
+    Prefill is in pieces of ``n_batch`` tokens at most, beside the decode of in-flight requests.
     """
     chosen = as_drafter(drafter)
     if not isinstance(model_or_context, (Model, Context)):

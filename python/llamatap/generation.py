@@ -76,7 +76,7 @@ class Stats:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """By position in the draft: of the drafts that reach it, the share that was accepted up to it."""
+        """By position in the draft: of the drafts at least that long, the share accepted up to there."""
         return [
             accepted / drafted for accepted, drafted in zip(self.accepted_at, self.drafted_at, strict=True)
         ]

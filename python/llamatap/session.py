@@ -95,7 +95,7 @@ class Session(Closing):
         return found.index
 
     def cancel(self, index: int) -> None:
-        """End a prompt's generation, waiting or under way. From any thread. What its last round gave still
+        """End a prompt's generation, waiting or in flight. From any thread. What its last round gave still
         comes, and with a later :meth:`step` an event with :attr:`Event.final`, whose ``finish_reason`` is
         "cancelled". Cancelling a finished prompt does nothing.
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add", "run"]
 
-# How many of the rows that were left out are told of; skipped.jsonl has them all.
+# The most skipped rows that are listed; skipped.jsonl has all of them.
 _TOLD = 5
 
 

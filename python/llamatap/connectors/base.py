@@ -37,7 +37,7 @@ class Connector(ABC):
     the names of ``hs_connectors.HiddenStatesTransfer``."""
 
     def setup(self) -> None:
-        """Called by a reader before it reads, in the process that reads. Another time does nothing."""
+        """Called by a reader before it reads, in the process that reads. A second call does nothing."""
         return
 
     @abstractmethod
