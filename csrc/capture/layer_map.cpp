@@ -47,7 +47,7 @@ int32_t block_of_node(std::string_view name) {
   return dash == std::string_view::npos ? -1 : number(name.substr(dash + 1));
 }
 
-/// What `node` reads beside the weight in its source `weight`; null for a look-up in the weight.
+/// The float32 source of `node` other than its weight (source `weight`); null for a look-up in the weight.
 const ggml_tensor* data_source(const ggml_tensor& node, int weight) {
   if (node.op == GGML_OP_GET_ROWS && weight == 0) return nullptr;
   for (int i = 0; i < GGML_MAX_SRC; ++i) {
@@ -56,7 +56,7 @@ const ggml_tensor* data_source(const ggml_tensor& node, int weight) {
   return nullptr;
 }
 
-/// What lies before a norm without weights, a reshape or a crop to the outputs; null before anything else.
+/// The input of a norm without weights, of a reshape or of a crop to the outputs; null for any other node.
 const ggml_tensor* behind(const ggml_tensor& node) {
   switch (node.op) {
     case GGML_OP_NORM:

@@ -38,7 +38,7 @@ class Streams {
   const std::vector<const ggml_tensor*>& by_slot() const { return found_; }
   /// Whether the last block gives the embeddings itself: there is no norm(H_n).
   bool ends_without_norm() const { return ends_without_norm_; }
-  /// What the block of a slot was seen to read; null when the graph has no such block.
+  /// The tensor that the block of a slot was seen to read; null when the graph has no such block.
   const ggml_tensor* nearest(int32_t slot) const { return nearest_[slot]; }
 
  private:
@@ -69,7 +69,8 @@ class Streams {
   bool ends_without_norm_ = false;
 };
 
-/// Which node of the graph gives each slot of a model: slot i in 0..n is H_i, slot n+1 is norm(H_n).
+/// Map from each slot of a model to the graph node that gives it: slot i in 0..n is H_i, slot n+1 is
+/// norm(H_n).
 class LayerMap {
  public:
   /// Builds a small graph of the model and finds the residual stream in it. Throws Unsupported when

@@ -13,7 +13,7 @@ namespace llamatap {
 /// GPU, where stopping between nodes costs; the graph's callback elsewhere. Both give the same bits.
 enum class TapWay { automatic, callback, hooks };
 
-/// What a tap wants of each decode.
+/// The request of a tap: slots, dtype and rows to capture in each decode.
 struct TapPlan {
   std::vector<int32_t> slots;
   TapWay way = TapWay::automatic;

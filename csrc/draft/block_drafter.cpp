@@ -192,7 +192,7 @@ std::vector<Draft> BlockDrafter::draft(const std::vector<DraftRequest>& requests
       }
     }
   } catch (const ContextFull&) {
-    // What is there so far is a draft too.
+    // The tokens drafted so far are a draft too.
   }
   drop_short(drafts, settings_);
   return drafts;

@@ -11,7 +11,7 @@ namespace llamatap {
 
 /// Drafts a block of tokens in one decode: DFlash and DSpark. Its memory holds the target's features, at the
 /// positions of the target's tokens; a block of the last token and masks attends to them, and each of its
-/// places gives a token. Features enter the memory as late as possible, when it is known which of them stand.
+/// places gives a token. Features enter the memory as late as possible, when it is known which were accepted.
 class BlockDrafter : public Drafter {
  public:
   BlockDrafter(std::shared_ptr<SpeculativeContext> spec, const DraftSettings& settings);

@@ -12,7 +12,7 @@
 
 namespace llamatap {
 
-/// Of logits, the most likely token and its probability: exp(l - max) / sum of all exp(l - max).
+/// The most likely token and its probability, 1 / sum of all exp(l - max) over the logits l.
 inline std::pair<int32_t, float> most_likely(const float* logits, int32_t n_vocab) {
   const float* best = std::max_element(logits, logits + n_vocab);
   double sum = 0;

@@ -10,8 +10,8 @@
 
 namespace llamatap {
 
-/// What a sequence wants drafted: tokens for the positions from `position` + 1 on, after `last_token`, which
-/// is at `position` and was not decoded yet.
+/// Request for a draft of one sequence: tokens for the positions from `position` + 1 on, after `last_token`,
+/// which is at `position` and was not decoded yet.
 struct DraftRequest {
   int32_t seq;
   int32_t last_token;
@@ -43,7 +43,8 @@ struct Progress {
   /// by processing others in their place.
   void check_start(int32_t seq, int32_t first, int32_t earliest) const;
   void begin_batch(int32_t first, int32_t n);
-  /// The first entry of the last batch and `n` more stand. Throws InvalidInput when there are not as many.
+  /// Keeps the first entry of the last batch and `n` drafted tokens after it, and discards the rest. Throws
+  /// InvalidInput when there are fewer.
   void accept(int32_t seq, int32_t n);
 };
 
@@ -64,7 +65,8 @@ class Drafter {
   /// does not follow what was processed.
   virtual std::vector<Draft> draft(const std::vector<DraftRequest>& requests, const Poll& poll) = 0;
 
-  /// Of the sequence's entries in the last processed batch, the first and `n` more stand; the rest never was.
+  /// Keeps the sequence's first entry in the last processed batch and `n` drafted tokens after it; discards
+  /// the rest.
   virtual void accept(int32_t seq, int32_t n) = 0;
 
   /// Forgets a sequence.
@@ -95,7 +97,7 @@ void check_requests(const std::vector<DraftRequest>& requests);
 /// Throws InvalidInput unless the last token follows what was processed.
 void check_position(const DraftRequest& request, const Progress& progress);
 
-/// What a drafter takes from logits, and with which probability.
+/// The token that a drafter takes from logits, with its probability.
 struct Choice {
   int32_t token;  // -1: none, of logits that are not numbers
   float prob;

@@ -19,7 +19,8 @@ struct Logprobs {
 /// when the logits hold NaN or infinity, InvalidInput when there is no such token.
 void add_logprobs(const float* logits, int32_t n_vocab, int32_t token, int32_t n_top, Logprobs& result);
 
-/// Of each token in turn, at the outputs `first_row`, `first_row` + 1, ... of the last batch.
+/// The log-probabilities of tokens, each at its own output of the last batch: `first_row`,
+/// `first_row` + 1, ...
 Logprobs logprobs(const Context& context, int32_t first_row, const std::vector<int32_t>& tokens,
                   int32_t n_top);
 

@@ -21,13 +21,13 @@ struct DraftBlock {
   int32_t first_slot = 1;  // the place that gives the first token
   int32_t mask_token = -1;
   bool chained = false;         // DSpark: each place's logits depend on the token of the one before
-  bool has_confidence = false;  // DSpark: and how likely it is to stand
+  bool has_confidence = false;  // DSpark: and how likely it is to be accepted
 };
 
 /// One context of a draft model for all sequences of a target's context.
 class SpeculativeContext {
  public:
-  /// What `draft` is, as its file and the way it was loaded say.
+  /// The kind of `draft`, from its architecture and whether its MTP blocks were loaded.
   static DraftKind kind_of(const Model& draft);
 
   /// `options`: sizes and cache types; the rest is set here. Throws Unsupported or InvalidInput, with what
@@ -70,7 +70,7 @@ class SpeculativeContext {
  private:
   void make_context(const ContextOptions& options);
   void check_vocabulary() const;
-  /// What files of one block on features have in common.
+  /// Checks and sizes of drafts that take the target's features (EAGLE-3, DFlash).
   void fit_features(const char* what);
   void fit_mtp();
   void fit_shared_memory(ContextOptions& options) const;
@@ -92,7 +92,7 @@ class SpeculativeContext {
   std::mutex mutex_;
 };
 
-/// Which of several MTP blocks a context computes; the first one again at the end.
+/// Selects which of several MTP blocks a context computes; selects the first one again when destroyed.
 class HeadSelection {
  public:
   explicit HeadSelection(SpeculativeContext& spec) : spec_(spec) {}

@@ -82,7 +82,7 @@ void TokenDrafter::process(const Batch& batch, const float* states, const Poll& 
     auto& sequence = sequences_[seq];
     if (sequence.lost) continue;
     const auto unusable = [&](int32_t row) {
-      // Of a vocabulary with other padding, or of a target that has gone wrong.
+      // A token beyond the draft's vocabulary (other padding), or NaN or infinity in the target's state.
       return batch.tokens()[row] >= n_vocab || !all_finite(states + static_cast<size_t>(row) * width, width);
     };
     if (std::any_of(rows.begin(), rows.end(), unusable)) lose(seq);
@@ -361,7 +361,7 @@ std::vector<Draft> TokenDrafter::draft(const std::vector<DraftRequest>& requests
       step(live, poll);
     }
   } catch (const ContextFull&) {
-    // What is there so far is a draft too.
+    // The tokens drafted so far are a draft too.
   }
   drop_short(drafts, settings_);
   return drafts;

@@ -12,10 +12,10 @@ namespace llamatap {
 /// Drafts token by token: with a plain model, an EAGLE-3 block or MTP blocks, all sequences in one decode a
 /// step.
 ///
-/// What the draft's memory holds are pairs of a token and the target's state one position before it:
+/// The draft's memory holds pairs of a token and the target's state one position before it:
 /// (token[p+1], state[p]), at position p for EAGLE-3 and p+1 for MTP; for a plain model, token[p+1] alone, at
 /// p+1. The last state of a sequence waits for its token. Pairs are decoded as late as possible, together
-/// with the first step of a draft, when it is known which of them stand.
+/// with the first step of a draft, when it is known which of them were accepted.
 class TokenDrafter : public Drafter {
  public:
   TokenDrafter(std::shared_ptr<SpeculativeContext> spec, const DraftSettings& settings);

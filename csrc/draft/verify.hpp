@@ -9,13 +9,13 @@
 
 namespace llamatap {
 
-/// What became of a draft.
+/// The result of verifying a draft.
 struct Verified {
   std::vector<int32_t> tokens;  // those of the draft that were accepted, and one more
   int32_t n_accepted = 0;
 };
 
-/// Which tokens end a text.
+/// The tokens that end a text.
 struct Stops {
   bool end_of_generation = true;
   std::vector<int32_t> tokens;

@@ -35,7 +35,7 @@ class AbortGuard {
 /// Makes failed assertions end the process with their words on stderr, where no guard is.
 void install_abort_handler();
 
-/// Runs `work` under a guard. What the engine throws comes out as EngineFailed, after `what`.
+/// Runs `work` under a guard. Exceptions of the engine become EngineFailed, with `what` in front.
 template <typename Work>
 auto guarded(const char* what, Work&& work) {
   const AbortGuard guard;

@@ -27,7 +27,7 @@ std::vector<DeviceInfo> devices();
 /// Whether a device other than the CPU is present.
 bool has_gpu();
 
-/// What the loaded CPU back end was compiled for, as (feature, value) pairs.
+/// The CPU features that the loaded CPU back end was compiled for, as (feature, value) pairs.
 std::vector<std::pair<std::string, std::string>> cpu_features();
 
 /// The engine's own worker threads. Without one it would start threads anew for every part of a graph.

@@ -6,9 +6,9 @@
 
 namespace llamatap {
 
-/// What one decode is given: entries of (what is computed, position, sequences, output flag). All of a batch
-/// are tokens, or embeddings, or pairs of a token and a state. Rows of results are in the order of its
-/// entries.
+/// Input of one decode: entries of (token, embedding or pair; position; sequences; output flag). All entries
+/// of a batch are tokens, or embeddings, or pairs of a token and a state. Rows of results are in the order of
+/// its entries.
 class Batch {
  public:
   /// `n_embd` is the width of embedding entries; 0 for a batch of tokens.

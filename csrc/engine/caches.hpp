@@ -1,6 +1,6 @@
 #pragma once
 
-// What a memory of the engine is made of; for those files alone that include its internal headers.
+// The parts of an engine memory. Only for files that include its internal headers.
 
 #include <vector>
 
@@ -22,7 +22,7 @@ struct Caches {
   llama_kv_cache* all = nullptr;      // of the layers that see all tokens
   llama_kv_cache* windows = nullptr;  // of those that see a window, where they are apart
 
-  /// Those that there are.
+  /// The caches that are not null.
   std::vector<llama_kv_cache*> list() const {
     std::vector<llama_kv_cache*> found;
     for (auto* cache : {all, windows}) {

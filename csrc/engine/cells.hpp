@@ -29,9 +29,9 @@ struct HeldPositions {
   bool reach_back(int32_t window) const;
 };
 
-/// Which positions the sequences of a context hold, read from the cells of the engine's cache: the memory is
-/// not kept track of a second time. In a unified cache a cell can belong to several sequences, and what moves
-/// it in one moves it in all. Recurrent layers have one state for a whole sequence.
+/// The positions that the sequences of a context hold, read from the cells of the engine's cache: there is no
+/// second bookkeeping. In a unified cache a cell can belong to several sequences, and a move in one of them
+/// moves it in all. Recurrent layers have one state for a whole sequence.
 class Cells {
  public:
   explicit Cells(const llama_context* context);
@@ -50,7 +50,7 @@ class Cells {
 
   /// The sequences of 0..n_seq_max-1 that have tokens of `seq` in the range; `seq` too.
   std::vector<int32_t> sharers(int32_t seq, PositionRange range, int32_t n_seq_max) const;
-  /// What `other` holds once the tokens of `seq` in the range are moved by `delta`.
+  /// The positions that `other` holds once the tokens of `seq` in the range are moved by `delta`.
   HeldPositions held_after(int32_t other, int32_t seq, PositionRange range, int32_t delta) const;
 
   /// Cells that are taken, of all sequences.

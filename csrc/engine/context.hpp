@@ -39,7 +39,8 @@ struct ContextOptions {
   int32_t flash_attention = -1;  // -1: the engine decides; 0: off; 1: on
   bool kv_unified = true;
   bool swa_full = true;
-  /// What the context's model drafts for. It may use the target's token embeddings, output head or memory.
+  /// The target of a context that drafts, else null. The draft may use the target's token embeddings, output
+  /// head or memory.
   std::shared_ptr<Context> target;
   bool mtp = false;    // computes the MTP blocks of the model in the place of its trunk
   bool causal = true;  // of a context that drafts: whether a block of tokens sees only those before
@@ -130,7 +131,7 @@ class Context {
   /// The same where they lie, until the next call for this context.
   const float* output_logits(int32_t row) const;
 
-  // Of contexts that draft.
+  // For contexts that draft.
   bool drafts() const { return options_.target != nullptr; }
   /// Whether its blocks attend to the target's memory, which is changed through the target alone.
   bool borrows_memory() const;
@@ -141,7 +142,7 @@ class Context {
   const float* next_state(int32_t row) const;
   /// Fuses features of the target, [n, n_features], into states, [n, state_width()].
   void encode(const float* features, int32_t n, float* states, const Poll& poll);
-  /// Of several MTP blocks, the one that the next decodes compute.
+  /// Selects which of several MTP blocks the next decodes compute.
   void select_head(int32_t head);
 
   /// Seconds that all calls of the engine have taken.

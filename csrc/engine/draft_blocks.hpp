@@ -4,8 +4,8 @@
 
 namespace llamatap {
 
-/// What the engine's graph of an architecture's MTP blocks does with what goes in and comes out (its
-/// src/models/*.cpp; to be read again with another engine).
+/// Inputs and outputs of an architecture's MTP blocks in the engine's graph (read from its src/models/*.cpp;
+/// check again with each engine bump).
 struct DraftBlocks {
   bool pre_norm = false;        // they take the target's state before its final norm, as their training did
   bool crops_states = false;    // only outputs have a state; elsewhere all rows, in their order

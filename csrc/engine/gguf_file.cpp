@@ -107,8 +107,8 @@ bool is_table(std::string_view name) {
   return name.find("d2t") != std::string_view::npos || name.find("tid2eid") != std::string_view::npos;
 }
 
-/// What the engine uses element by element, in float32 alone: so do converters write it. Another type ends
-/// the process in the middle of a computation.
+/// Whether the engine uses the tensor element by element, which it does in float32 only. Converters write
+/// such tensors as float32; another type aborts the process during a computation.
 bool is_elementwise(std::string_view name) {
   constexpr std::array kParts{
       "norm",         ".bias",        ".scale",      "_scale.weight",  "exp_probs_b", "token_types",

@@ -19,21 +19,22 @@ class Graph {
   /// How often nodes read `tensor`, as the model's code built the graph.
   int32_t readers(const ggml_tensor* tensor) const;
 
-  /// What `tensor` is a copy of, where the scheduler made one for another back end ("CUDA0#name#0"); `tensor`
-  /// itself when it is none.
+  /// The tensor that the scheduler copied `tensor` from for another back end ("CUDA0#name#0"); `tensor`
+  /// itself when it is no copy.
   const ggml_tensor* original(const ggml_tensor* tensor) const;
 
-  /// What the token embeddings, or those in their place, enter the model by; null where the engine does not
-  /// say.
+  /// The tensor by which the token embeddings, or embeddings given in their place, enter the model; null
+  /// where the engine does not say.
   const ggml_tensor* input_embeddings() const;
 
-  /// What the engine gives as embeddings: what its output head reads, where there is one. May be null.
+  /// The tensor that the engine gives as embeddings: the input of its output head, where there is one. May be
+  /// null.
   const ggml_tensor* embeddings() const;
 
   /// Whether there is an output head. Models that only embed have none.
   bool has_logits() const;
 
-  /// What the engine's own hook gives as the input of a block; null where the architecture has no hook.
+  /// The input of a block, as the engine's own hook gives it; null where the architecture has no hook.
   const ggml_tensor* hooked_input(int32_t block) const;
 
  private:

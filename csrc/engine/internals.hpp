@@ -14,8 +14,8 @@ struct llama_context_params;
 struct llama_model;
 class llm_graph_result;
 
-/// What the engine's public header does not offer, read from its internal ones. An engine bump that
-/// breaks something breaks it here.
+/// Access to the engine beyond its public header, through its internal headers. An engine bump that breaks
+/// something breaks it here.
 namespace llamatap::internals {
 
 /// The devices that hold layers; none when all are on the CPU.
@@ -33,8 +33,8 @@ bool has_experts(const llama_model* model);
 /// Whether each cache of the memory has layers: of one without, moving positions ends the process.
 bool can_shift(const llama_context* context);
 
-/// What is wrong with how many values of a head are rotated; empty when nothing is. The engine would abort in
-/// the middle of a decode, or never end it.
+/// The fault in how many values of a head RoPE rotates; empty when there is none. With one, the engine would
+/// abort during a decode or never end it.
 std::string rotation_problem(const llama_model* model);
 
 /// In how many parts, each on one back end, the scheduler computes the current graph.
@@ -58,8 +58,8 @@ const llm_graph_result* reserve_graph(llama_context* context, uint32_t n_tokens,
 /// that there is one: elsewhere the next decode aborts. Costs a new reservation of memory when it changes.
 void hook_layer(llama_context* context, int32_t layer, bool on);
 
-/// What the hook of a layer copied in the last decode: [n_tokens, n_embd] in batch order, until the next
-/// call.
+/// The rows that the hook of a layer copied in the last decode: [n_tokens, n_embd] in batch order, valid
+/// until the next call.
 const float* hooked_rows(llama_context* context, int32_t layer);
 
 /// Sets the graph callback of a context that was made with one; null: none, and no stops between nodes.
@@ -86,10 +86,10 @@ uint64_t recurrent_bytes(const llama_context* context);
 /// Places for tokens in the caches of keys and values, of all sequences together.
 uint64_t n_cells(const llama_context* context);
 
-/// Bytes of a context of such a model in whatever place: more than it takes, and quickly told.
+/// Upper bound, quick to compute, of the bytes of a context of this model, in all places together.
 double context_bound(const llama_model* model, const llama_context_params& params);
 
-/// What a file that drafts says of itself and of what it drafts for.
+/// Facts that a drafter's file states of itself and of its target.
 struct DraftTraits {
   std::vector<int32_t> target_layers;  // H_k, of eagle3 and dflash
   int32_t n_features = 0;              // width of what is encoded

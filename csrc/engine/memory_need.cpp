@@ -22,11 +22,11 @@ namespace llamatap {
 
 namespace {
 
-// What the engine notes of each place in a cache, whatever the model: position, sequences and the like.
+// Bookkeeping of the engine for each cell of a cache, for any model: position, sequences and the like.
 constexpr uint64_t kCellBytes = 48;
 // Planning a context makes these notes, so larger ones are told from two that are smaller.
 constexpr uint32_t kMostPlanned = 1U << 20;
-// Of what is available, what an offer makes use of: less may be left when it is taken up.
+// Share of the available memory that an offered n_ctx uses: less may be left when the user takes it up.
 constexpr double kOffered = 0.97;
 
 struct FreeContext {
@@ -102,7 +102,7 @@ class Planner {
     if (!smallest || missing_of_offer(*smallest) > 0) return 0;
     double low_missing = missing_of_offer(*smallest);
     double high_missing = missing_of_offer(of_it);
-    // What is needed grows about linearly, so the first guess is close.
+    // The need grows about linearly, so the first guess is close.
     for (int i = 0; i < 6 && high - low > step(); ++i) {
       const double guess = low + (high - low) * -low_missing / (high_missing - low_missing);
       const double next = std::clamp(std::floor(guess / step()) * step(), low + step(), high - 1);

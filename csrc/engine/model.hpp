@@ -19,7 +19,7 @@ struct ModelOptions {
   bool use_mmap = true;
   bool load_mtp = false;
   bool vocab_only = false;
-  /// What weights that are not float32 are converted to, "f32", "f16" or "bf16".
+  /// The type that weights other than float32 are converted to: "f32", "f16" or "bf16"; none: not converted.
   std::optional<std::string> weights;
   /// Bytes of the machine's memory that the process can still take; 0: whether they fit is not looked at.
   uint64_t memory_available = 0;

@@ -117,7 +117,7 @@ int32_t Sampler::sample(const float* logits, int32_t n_vocab) {
   return token;
 }
 
-/// What the chain of the greedy choice alone gives, without its copy of all candidates.
+/// The token that a chain of the greedy sampler alone chooses, without its copy of all candidates.
 int32_t Sampler::most_likely(const float* logits, int32_t n_vocab) const {
   int32_t best = -1;
   bool all_numbers = n_vocab == model_->vocab().size();

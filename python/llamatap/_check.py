@@ -62,7 +62,7 @@ def separate(name: str, arrays: Iterable[tuple[int, NDArray[Any]]]) -> None:
 
 
 class NotCopied:
-    """What holds an object of the core: a copy would be the same one, which two would then close."""
+    """Base of owners of an object of the core. They cannot be copied: two owners would close one object."""
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{type(self).__name__} objects cannot be copied or pickled")

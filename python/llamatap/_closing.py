@@ -1,4 +1,4 @@
-"""What a ``with`` block closes: models, contexts and extractors."""
+"""Base of objects that a ``with`` block closes: models, contexts, draft contexts, extractors, sessions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Closing"]
 
 
 class Closing(NotCopied):
-    """What holds objects of the core until :meth:`close`, or the end of a ``with`` block."""
+    """Owner of objects of the core until :meth:`close`, or the end of a ``with`` block."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of them; another time does nothing."""
+        """Release them. A second call does nothing."""
 
     def __enter__(self) -> Self:
         return self

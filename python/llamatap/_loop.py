@@ -41,8 +41,9 @@ __all__ = ["Loop"]
 
 
 class Loop:
-    """Prompts that wait, and texts under way in one context. Within a ``with`` block it has the context and
-    the drafter for itself; with its end the texts under way are gone.
+    """Scheduler: draft, forward pass, verify, for the waiting and in-flight requests of one context. Within a
+    ``with`` block it has the context and the drafter for itself; the end of the block drops the requests in
+    flight.
 
     :raises InvalidInputError: the drafter is another context's or asks for what is not there, or the context
         holds tokens.
@@ -63,13 +64,13 @@ class Loop:
         #: Other threads may append to it.
         self.waiting: deque[Prompt] = deque()
         self.live: list[Prompt] = []
-        #: To be set once one that may still wait was cancelled.
+        #: Set after a request was cancelled that may still be waiting.
         self.cancelling = False
         self.n_seqs = min([context.n_seq_max, *(spec.n_seq_max for spec in specs)])
         self.free = list(range(self.n_seqs))[::-1]
         self.length = None if drafter is None else new_length(drafter)
         self.n_max = 0 if drafter is None else most_tokens(drafter)
-        #: What the drafter needs of every token.
+        #: The layers whose states the drafter needs of every token.
         self.layers = () if drafter is None else _layers(drafter, context._loaded.n_layer)
         self.rewind = rewind_of(context)
         self.now = 0.0
@@ -89,12 +90,12 @@ class Loop:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # At the exit of the interpreter all goes anyway, and the engine was shut down before.
+        # At interpreter exit everything is freed anyway, and the engine has been shut down already.
         if not sys.is_finalizing():
             self._held.__exit__(kind, error, trace)
 
     def drop(self) -> None:
-        """Forget the texts under way, wherever they are."""
+        """Drop all in-flight requests and free their sequences, in whatever state they are."""
         seqs = [one.seq for one in self.live]
         self.live = []
         self.free = list(range(self.n_seqs))[::-1]
@@ -105,13 +106,13 @@ class Loop:
                 all_of_them.callback(self._remove, seq)
 
     def _remove(self, seq: int) -> None:
-        # After a failure inside of the engine there is nothing left to tidy.
+        # After a failure inside the engine there is nothing left to free.
         with contextlib.suppress(EngineError):
             if not self.context.closed:
                 self.context.native.memory_remove(seq, -1, -1)
 
     def _spent(self, phase: Literal["target", "draft", "sampling"], *sequences: Prompt) -> None:
-        """The seconds since the last call were spent on these sequences, by their entries in the pass."""
+        """Charge the seconds since the last call to these sequences, split by their entries in the pass."""
         before, self.now = self.now, time.perf_counter()
         n_rows = sum(one.n_rows for one in sequences)
         for one in sequences:
@@ -120,12 +121,12 @@ class Loop:
             setattr(one.stats, name, getattr(one.stats, name) + seconds)
 
     def round(self) -> list[Event]:
-        """One pass of the target for each text under way, and what it gives. An exception leaves the texts
-        under way as they happen to be: :meth:`drop` is then all that can be done.
+        """One round: draft, forward pass of the target, verification. Returns the new events. An exception
+        leaves the in-flight requests half done: only :meth:`drop` may be called then.
 
-        :raises InvalidInputError: the drafter gives what is no draft, or a tap is open and states are needed.
+        :raises InvalidInputError: the drafter returns no valid draft, or a tap is open and states are needed.
         """
-        # Since the last round the time was the caller's.
+        # The time since the last round was spent by the caller.
         self.now = started = time.perf_counter()
         cancelled = self._cancelled()
         for sequence in cancelled:
@@ -144,7 +145,7 @@ class Loop:
         return ended + self._new_events(list(self.live))
 
     def check_tap(self) -> None:
-        """To be called before a round that shall not be begun in vain.
+        """Check before a round that no open tap stands in its way.
 
         :raises InvalidInputError: a tap is open, and the drafter or a text needs states.
         """
@@ -159,10 +160,10 @@ class Loop:
         return [*self.live, *list(self.waiting)[: len(self.free)]]
 
     def _cancelled(self) -> list[Prompt]:
-        """The cancelled ones; those that waited do no more."""
+        """The cancelled requests, in flight or waiting; the latter leave the queue."""
         found = [one for one in self.live if one.cancelled.is_set()]
         if self.cancelling:
-            # Before the look, so that one that is cancelled meanwhile is looked for again.
+            # Reset before the scan, so that a request cancelled during it is found in the next round.
             self.cancelling = False
             for one in list(self.waiting):
                 if one.cancelled.is_set():
@@ -181,13 +182,13 @@ class Loop:
                 if event.final is not None and sequence.options.on_states is not None:
                     finished.append((sequence.options.on_states, event.final))
             self._spent("sampling", sequence)
-        # The texts are finished and their sequences free: what is raised here finds all in order.
+        # All finished requests are cleaned up by now: an exception of the callback leaves nothing half done.
         for on_states, generation in finished:
             on_states(generation)
         return events
 
     def _admit(self) -> None:
-        """Let prompts in while there are sequence ids and room for all that they may become."""
+        """Admit waiting prompts while a sequence id is free and the memory has room for their whole texts."""
         while self.waiting and self.free:
             sequence = self.waiting[0]
             if self.context.kv_unified:
@@ -198,10 +199,10 @@ class Loop:
             sequence.seq = self.free.pop()
             self.live.append(sequence)
             if self.context.native.memory_last(sequence.seq) >= 0:
-                # It could not be freed after an error.
+                # Left there after an error: it could not be removed then.
                 self.context.native.memory_remove(sequence.seq, -1, -1)
             if self.drafter is not None:
-                # It may know something of the sequence from before.
+                # The drafter may still know an earlier text under this id.
                 self.drafter.reset(sequence.seq)
 
     def _draft(self, feeding: bool) -> int:
@@ -221,7 +222,7 @@ class Loop:
         if self.length is None:
             longest = self.n_max
         elif feeding:
-            # A round that is not measured is none to try another length in.
+            # Rounds with prefill are not measured, so they try no other length.
             longest = self.length.best(len(self.live))
         else:
             longest = self.length.choose(len(self.live))
@@ -256,7 +257,8 @@ class Loop:
         return Draft(tokens, None, _distributions(draft, n_vocab) if rejection else None)
 
     def _feed(self) -> None:
-        """What enters the next pass: of prompts, as much as one engine call takes with all others' tokens."""
+        """Choose the entries of the next pass: drafts and newest tokens first, then as much of the prompts as
+        the engine call has room for."""
         for sequence in self.live:
             sequence.n_rows = 0 if sequence.feeding else 1 + len(sequence.draft.tokens)
         n_batch = self.context.n_batch
@@ -274,14 +276,14 @@ class Loop:
             left_scored -= n_more if sequence.scored else 0
 
         for sequence in feeding[:1]:
-            # Half at least is of the one that came first, so that it ends, too.
+            # The oldest prompt gets at least half of the room, so that its prefill ends too.
             feed(sequence, 2)
-        # Those of which little is left need not wait for a long one.
+        # Shortest remainder first: short prompts do not wait for a long one.
         for sequence in sorted(feeding, key=lambda one: len(one.prompt) - one.fed):
             feed(sequence, 1)
 
     def _pass(self, sequences: Sequence[Prompt]) -> None:
-        """One decode of the target, and what follows from it."""
+        """One decode of the target, then drafter, states, log-probabilities, verification and rollback."""
         batch = Batch()
         n_outputs = 0
         tap = self._tap(sequences)
@@ -330,19 +332,19 @@ class Loop:
             self._take_back(sequence, n_accepted)
 
     def _tap(self, sequences: Iterable[Prompt]) -> Tap | None:
-        """What a pass of these is tapped with: for the drafter, and for those who want states of it."""
+        """The tap for a pass of these sequences: layers that the drafter or they want. None without any."""
         wanting = [one for one in sequences if one.wants_states]
         layers = dict.fromkeys(self.layers)
         for sequence in wanting:
             layers |= dict.fromkeys(sequence.options.layers)
         if not layers:
             return None
-        # Of a text only outputs have states that count.
+        # After prefill all wanted rows are outputs.
         every = len(self.layers) > 0 or any(one.feeding for one in wanting)
         return Tap(self.context, tuple(layers), "all" if every else "outputs", "float32")
 
     def _score(self, sequence: Prompt) -> None:
-        """Record the log-probabilities of tokens of the prompt: each from the row of the one before."""
+        """Record the log-probabilities of prompt tokens, each from the logits of the token before it."""
         n_top = sequence.options.prompt_logprobs
         assert n_top is not None
         begin = sequence.fed - sequence.n_rows
@@ -352,7 +354,7 @@ class Loop:
         self._spent("sampling", sequence)
 
     def _verify(self, sequence: Prompt, states: States | None) -> int:
-        """Choose the next tokens. Returns how many drafted ones the target has as it should."""
+        """Verify the draft and append the chosen tokens. Returns the number of accepted drafted tokens."""
         options = sequence.options
         was_prompt = not sequence.tokens
         draft = sequence.draft.tokens
@@ -391,13 +393,13 @@ class Loop:
         if not was_prompt:
             n_stood = min(n_accepted, n_new)
             sequence.last_is_computed = n_new <= n_accepted
-            # A text that ends inside of a draft says nothing of the tokens after.
+            # Drafted tokens after the end of the text were not tried.
             n_tried = n_stood if sequence.last_is_computed else len(draft)
             sequence.stats.count(n_tried, n_stood)
             if self.length is not None and n_tried:
                 self.length.observe(n_tried, n_stood)
             if options.states is not None and states is not None:
-                # The rows of this pass are of the newest token before it, and of what was accepted.
+                # The rows kept of this pass: the newest token before the draft, and the accepted tokens.
                 first = sequence.first_state
                 sequence.keep_rows(states, first, first + n_stood + 1)
                 self._spent("target", sequence)
@@ -409,7 +411,7 @@ class Loop:
         return n_accepted
 
     def _ends(self, sequence: Prompt, token: int) -> bool:
-        """Take the text of the newest token; whether it is the last one."""
+        """Append the text of the newest token. Returns whether the token ends the generation."""
         is_stop = token in sequence.options.stop_tokens or (
             not sequence.options.ignore_eos and self.context._loaded.is_end_of_generation(token)
         )
@@ -428,13 +430,13 @@ class Loop:
             self._spent("target", sequence)
 
     def _finish(self, sequence: Prompt) -> None:
-        """What is left to do when the last token is known."""
+        """Clean up once the last token is known: last state, held-back text, KV cache, sequence id."""
         states = sequence.options.states
         if states is not None and sequence.tokens and not sequence.last_is_computed:
             self._compute_last(sequence)
         sequence.flush_text()
         if sequence.seq < 0:
-            # It was cancelled before it was let in.
+            # Cancelled before it was admitted.
             return
         self.context.native.memory_remove(sequence.seq, -1, -1)
         self._spent("target", sequence)
@@ -445,9 +447,9 @@ class Loop:
         self.free.append(sequence.seq)
 
     def _compute_last(self, sequence: Prompt) -> None:
-        """Have the state of the last token, which no pass has seen."""
+        """Decode the last token for its state: no pass has computed it yet."""
         if sequence.position >= sequence.capacity:
-            # There is no place for it, so it has no state.
+            # The context is full: the last token gets no state.
             sequence.rows = sequence.rows if sequence.options.states == "full" else []
             return
         batch = Batch()
@@ -466,7 +468,7 @@ def _layers(drafter: Drafter, n_layer: int) -> tuple[LayerId, ...]:
 def _distributions(draft: Draft, n_vocab: int) -> NDArray[np.float32]:
     """A draft's distributions, float32 ``(n, n_vocab)``.
 
-    :raises InvalidInputError: there are none, or one is none.
+    :raises InvalidInputError: they are missing, of the wrong shape, or not probabilities that sum to 1.
     """
     if draft.distributions is None:
         raise InvalidInputError(

@@ -15,7 +15,7 @@ __all__ = ["JSON_KEYS", "from_metadata", "to_metadata"]
 #: The key of the list.
 JSON_KEYS = "json_keys"
 
-# What is JSON in files that were written without the list.
+# Keys that hold JSON in files that were written without the list.
 _ALWAYS_JSON = frozenset(
     (
         "flash_attention",

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 logging.getLogger("llamatap").addHandler(logging.NullHandler())
-# What the engine says, apart from what the package says.
+# Messages of the engine, apart from those of the package.
 _logger = logging.getLogger("llamatap.engine")
 _loaded = False
 # Before the interpreter goes down, while threads that compute can still be stopped in good order.

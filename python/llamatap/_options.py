@@ -1,4 +1,4 @@
-"""What a text is generated with: the options of a prompt, checked, and the prompt that has them."""
+"""Options of a generation request: checks, and making the request."""
 
 from __future__ import annotations
 
@@ -59,13 +59,14 @@ def checked_options(
     rejection: bool = False,
     **sampling: Unpack[SamplerOptions],
 ) -> tuple[Options, SamplerOptions]:
-    """The options of a text, and those of its sampler, which checks them itself.
+    """Split keyword arguments into the checked options of a request and those of its sampler, which checks
+    them itself.
 
     :raises InvalidInputError: one is wrong.
     """
     if states is not None and not (isinstance(states, str) and states in ("last", "full")):
         raise InvalidInputError(f"states must be 'last', 'full' or None, not {states!r}")
-    # Without a text something else must be wanted.
+    # max_tokens=0 generates nothing: something of the prompt must be wanted.
     fewest = 0 if prompt_logprobs is not None or flag("prompt_states", prompt_states) else 1
     options = Options(
         integer("max_tokens", max_tokens, fewest),
@@ -97,7 +98,7 @@ def checked_options(
 
 
 def room_of(context: Context) -> int:
-    """The most places of its memory that one text may take."""
+    """The most positions of the context's memory that one request may take."""
     return min(context.native.n_ctx_seq, context.native.position_limit)
 
 
@@ -110,14 +111,14 @@ def new_prompt(
     sampling: SamplerOptions,
     name: str = "the prompt",
 ) -> Prompt:
-    """A prompt that waits.
+    """A new request, not admitted yet.
 
     :param tokens: int32 ``(n,)``.
-    :param room: the places that it and what comes after it may take.
-    :param sampling: with a seed of its own.
-    :param name: what errors call it.
+    :param room: the positions that the prompt and its generated tokens may take.
+    :param sampling: options of the sampler, with the request's own seed.
+    :param name: the prompt's name in errors.
     :raises InvalidInputError: an option of the sampler is wrong.
-    :raises ContextFullError: the prompt alone does not fit.
+    :raises ContextFullError: the prompt alone does not fit into ``room``.
     """
     sampler = Sampler(model, **sampling)
     if len(tokens) > room:
@@ -150,7 +151,7 @@ def _stop_tokens(model: Model, tokens: Iterable[int]) -> tuple[int, ...]:
 
 
 def pieces_of(model: Model) -> Callable[[int], bytes]:
-    """What a token adds to a text: of special ones, and where there is no vocabulary, nothing."""
+    """Function from a token to its bytes in the text; empty for special tokens, and without a vocabulary."""
     native = model.native
     try:
         native.piece(0, False)

@@ -1,4 +1,4 @@
-"""Which prompts share a batch."""
+"""Packing prompts into batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What extraction is given, checked: prompts, windows of positions, arrays to write into."""
+"""Checked arguments of extraction: prompts, windows of positions, output arrays."""
 
 from __future__ import annotations
 

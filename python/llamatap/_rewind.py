@@ -1,4 +1,4 @@
-"""What a target's memory can give up of a sequence, where a part of a draft falls."""
+"""Rolling back rejected draft tokens, by what the target's memory can remove."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Rewind", "rewind_of"]
 
 
 class Rewind:
-    """A memory that gives up the end of a sequence, of any length, at any time."""
+    """Rollback in a memory that can remove any suffix of a sequence at any time."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -19,7 +19,7 @@ class Rewind:
         self.most_rows = min(context.n_ubatch, context.n_batch, context.n_outputs_max or context.n_ubatch)
 
     def longest(self, n: int) -> int:
-        """How long drafts may be that shall have ``n`` tokens."""
+        """The most tokens of a draft that can be rolled back, ``n`` or fewer."""
         return n
 
     def parts(self, sequences: list[Prompt]) -> list[list[Prompt]]:
@@ -27,16 +27,18 @@ class Rewind:
         return [sequences]
 
     def before(self, sequences: Sequence[Prompt]) -> None:
-        """Called before a pass of these sequences."""
+        """Prepare rollback of these sequences, before their pass."""
 
     def back(self, sequence: Prompt, n_accepted: int) -> None:
-        """Give up what comes from `sequence.position` on, after ``n_accepted`` tokens of the draft."""
+        """Roll back the rejected tokens of the draft: those from `sequence.position` on, after ``n_accepted``
+        accepted ones."""
         self.context.native.memory_remove(sequence.seq, sequence.position, -1)
 
 
 class _Windows(Rewind):
-    """Sliding windows in one memory for all. A ubatch may take the places of tokens that no window reaches
-    any more, of any sequence: what stands of a draft must be known before the next ubatch."""
+    """Rollback with sliding windows in a unified KV cache. A ubatch may overwrite tokens of any sequence that
+    no window reaches any more, so drafts must be verified before the next ubatch: a pass with drafts is one
+    ubatch."""
 
     def longest(self, n: int) -> int:
         return min(n, self.most_rows - 1)
@@ -55,8 +57,8 @@ class _Windows(Rewind):
 
 
 class _LastUbatch(Rewind):
-    """Recurrent layers that take back a few tokens of the last ubatch, once (``n_rs_seq``). The engine cuts
-    sequences of different length, or many of them, into several ubatches."""
+    """Rollback with recurrent layers, which can take back up to ``n_rs_seq`` tokens of the last ubatch, once.
+    The engine splits sequences of different length, or many of them, into several ubatches."""
 
     def longest(self, n: int) -> int:
         return min(n, self.context.n_rs_seq, self.most_rows - 1)
@@ -70,7 +72,8 @@ class _LastUbatch(Rewind):
 
 
 class _Saved(Rewind):
-    """Memories that give up nothing: a sequence is saved before its draft, and restored and decoded again."""
+    """Rollback in memories that can remove nothing: save a sequence before its draft; then restore it and
+    decode the accepted tokens again."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -89,12 +92,12 @@ class _Saved(Rewind):
         first = sequence.position - n_accepted - 1
         for i, token in enumerate(sequence.tokens[-n_accepted - 2 : -1]):
             batch.add(token, first + i, seq)
-        # Not through a tap: these rows were seen.
+        # Not through a tap: the states of these rows were captured before.
         native.decode(batch)
 
 
 def rewind_of(context: Context) -> Rewind:
-    """What the context's memory can do."""
+    """The kind of rollback that the context's memory allows."""
     model = context._loaded
     if model.is_recurrent or model.is_hybrid:
         return _LastUbatch(context) if context.n_rs_seq > 0 else _Saved(context)

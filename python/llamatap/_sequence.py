@@ -1,4 +1,4 @@
-"""A prompt of a generation on its way: its tokens, text, states and statistics, and the events it gives."""
+"""A request: its prompt, generated tokens, text, states and statistics, and its events."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NO_DRAFT = Draft(np.zeros(0, np.int32))
 
 @dataclass(frozen=True)
 class Options:
-    """Those of one text; its sampler has the others."""
+    """Checked options of one request, without those of its sampler."""
 
     max_tokens: int
     stop: tuple[str, ...]
@@ -41,7 +41,7 @@ class Options:
 
 
 class Prompt:
-    """A prompt and what was generated after it."""
+    """A request: a prompt and the tokens generated after it."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Prompt:
         self.options = options
         self.sampler = sampler
         self.text = text
-        #: Places in the target's memory that it may take.
+        #: Positions in the target's memory that it may take.
         self.capacity = capacity
         self.seq = -1
         #: How many tokens of the prompt the target has decoded.
@@ -69,43 +69,42 @@ class Prompt:
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         #: States of generated tokens.
         self.rows: list[NDArray[np.float32]] = []
-        #: States of the prompt: of what was fed, whatever its length is.
+        #: States of the prompt tokens; only the first ``fed`` rows are filled.
         self.prompt_rows: NDArray[np.float32] | None = None
         self.stats = Stats(prompt_tokens=len(prompt))
-        #: Where the newest token is, or will be: the target has decoded all before it.
+        #: Position of the newest token. The target has decoded all tokens before it.
         self.position = 0
         self.draft = NO_DRAFT
-        #: Its entries in the next pass: of the prompt, or the newest token and the draft.
+        #: Number of its entries in the next pass: a piece of the prompt, or the newest token and the draft.
         self.n_rows = 0
-        #: Of its first output in the pass, the number among all entries, among outputs, and among the rows of
-        #: states.
+        #: Index of its first output in the pass: among all entries, among outputs, and among rows of states.
         self.first_row = 0
         self.first_output = 0
         self.first_state = 0
         self.n_given = 0  # events
         self.finish_reason: FinishReason | None = None
-        # Events keep it: it must not keep the context.
+        # Events refer to it, so it must not refer to the context.
         self.cancelled = threading.Event()
         #: Whether a pass of the target has seen the newest token.
         self.last_is_computed = False
 
     @property
     def feeding(self) -> bool:
-        """Whether a part of the prompt is still to be decoded."""
+        """Whether the request is in prefill: a part of the prompt is still to be decoded."""
         return self.fed < len(self.prompt)
 
     @property
     def scored(self) -> bool:
-        """Whether all rows of its prompt are outputs."""
+        """Whether all prompt tokens are outputs, for their log-probabilities."""
         return self.options.prompt_logprobs is not None
 
     @property
     def wants_states(self) -> bool:
-        """Whether the next pass has states that it asked for."""
+        """Whether the request wants states of the next pass."""
         return self.options.prompt_states if self.feeding else self.options.states is not None
 
     def keep_rows(self, states: States, begin: int, end: int) -> None:
-        """Take note of rows of a pass that are of the newest tokens: of all, or of the last one."""
+        """Keep rows ``[begin, end)`` of a pass, states of the newest tokens: all of them, or the last one."""
         rows = np.take(states.array[begin:end], self._columns(states), axis=1)
         if self.options.states == "full":
             self.rows += list(rows)
@@ -113,17 +112,17 @@ class Prompt:
             self.rows = [rows[-1].copy()]
 
     def keep_prompt_rows(self, states: States, begin: int, end: int) -> None:
-        """Take note of rows of a pass that are of the newest piece of the prompt."""
+        """Keep the states of the newest piece of the prompt, rows ``[begin, end)`` of a pass."""
         columns = self._columns(states)
         n, (n_rows, n_columns, n_embd) = end - begin, states.array.shape
         if n == n_rows == len(self.prompt) and columns == list(range(n_columns)):
-            # They are there already.
+            # One pass had the whole prompt and exactly these layers: no copy.
             self.prompt_rows = states.array
             return
         if self.prompt_rows is None:
             self.prompt_rows = np.empty((len(self.prompt), len(columns), n_embd), np.float32)
         piece = self.prompt_rows[self.fed - n : self.fed]
-        # Columns one by one: an array of all would be there twice for a moment.
+        # Column by column: selecting all at once would make a second copy.
         for i, column in enumerate(columns):
             piece[:, i] = states.array[begin:end, column]
 
@@ -131,7 +130,7 @@ class Prompt:
         return [states.layers.index(layer) for layer in self.options.layers]
 
     def flush_text(self) -> None:
-        """Let out the text that was held back, with the newest token if nobody has it yet."""
+        """Release the text that was held back, as part of the newest token if its event was not given yet."""
         held = self.text.finish()
         if self.n_given < len(self.tokens):
             self.pieces[-1] += held
@@ -189,8 +188,8 @@ class Prompt:
         return None if self.options.prompt_logprobs is None else self.prompt_logprobs
 
     def new_events(self, context: Context) -> Iterator[Event]:
-        """Events of tokens that were not given out yet: those whose states are there, where asked for. Of a
-        text that ends without a new one (cancelled, or of no tokens), one without a token."""
+        """Events of tokens that were not given yet; where states were asked for, of those that have them. A
+        text that ends without a new token (cancelled, ``max_tokens=0``) gives one event without a token."""
         done = self.finish_reason is not None
         full = self.options.states == "full"
         known = len(self.rows) if full and not done else len(self.tokens)

@@ -30,7 +30,7 @@ class TextStream:
         return self._give(self._decoder.decode(self._piece(token)))
 
     def finish(self) -> str:
-        """What was held back."""
+        """End the text. Returns the text that was held back."""
         piece = self._give(self._decoder.decode(b"", final=True))
         if not self.stopped:
             piece += self._held

@@ -58,7 +58,7 @@ def probe_texts(render: Callable[..., str]) -> list[str]:
             try:
                 text = render(messages, add_generation_prompt=prompt, **variables)
             except InvalidInputError:
-                # Of systems, tools or such a chat it will have nothing.
+                # The template refuses system messages, tools or this chat.
                 continue
             found.append(text.replace(_SAID, " "))
     return found

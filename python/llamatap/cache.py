@@ -41,7 +41,7 @@ def atomic_path(target: Path) -> Iterator[Path]:
         scratch.touch()
         mode = stat.S_IMODE(scratch.stat().st_mode)
         yield scratch
-        # What was put in its place may have another.
+        # The caller may have replaced it by a file of another mode.
         scratch.chmod(mode)
         scratch.replace(target)
     finally:
@@ -76,7 +76,7 @@ def _hashed(file: Path, size: int, mtime_ns: int) -> str:
 
 
 def _index(path: Path) -> dict[str, Any]:
-    """What is remembered of files; nothing where it cannot be read."""
+    """The index of remembered hashes; empty when it cannot be read."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):

@@ -22,7 +22,7 @@ __all__ = ["GENERATION_END", "GENERATION_START", "fill", "free_variables", "read
 GENERATION_START, GENERATION_END = "generation_start_", "generation_end_"
 
 
-# What foreign code in a sandbox may come to.
+# Exceptions that foreign code may raise in a sandbox.
 _FAILURES = (
     TypeError,
     ValueError,

@@ -56,12 +56,12 @@ class _HoldsContext(Protocol):
 
 
 class Memory(NotCopied):
-    """What a context remembers of its sequences: the KV cache, or the state of recurrent models.
+    """The memory of a context: the KV cache, or the state of recurrent models, of each sequence.
 
     Ranges of positions are half-open, ``[p0, p1)``; None stands for the start and for the end.
 
-    While :func:`llamatap.generate` is at work in the context, or a :class:`llamatap.Session` has it, what
-    changes the memory raises BusyError.
+    While :func:`llamatap.generate` runs in the context, or a :class:`llamatap.Session` holds it, calls that
+    change the memory raise BusyError.
     """
 
     def __init__(self, context: _HoldsContext) -> None:
@@ -77,8 +77,8 @@ class Memory(NotCopied):
         self._changing.memory_clear()
 
     def remove(self, seq: int, p0: int | None = None, p1: int | None = None) -> None:
-        """Forget the positions ``[p0, p1)`` of a sequence. With the last sequence, all that was written into
-        the cache is set to zero; until then, NaN that one has left in it can reach others.
+        """Forget the positions ``[p0, p1)`` of a sequence. Once no sequence is left, the cache is set to
+        zero; until then, NaN that a removed sequence left in it can reach others.
 
         :param p0: None for the beginning.
         :param p1: None for the end.
@@ -89,8 +89,8 @@ class Memory(NotCopied):
         self._changing.memory_remove(_sequence(seq), _position(p0), _position(p1))
 
     def copy(self, source: int, target: int, p0: int | None = None, p1: int | None = None) -> None:
-        """Let ``target`` have the positions ``[p0, p1)`` of ``source`` too, in place of what it has there;
-        of a whole sequence, in place of all that it has.
+        """Give ``target`` the positions ``[p0, p1)`` of ``source`` too, replacing what it holds there; a
+        whole sequence replaces all that it holds.
 
         :raises InvalidInputError: no such sequence id, or positions that are no range.
         :raises UnsupportedError: a part of a sequence, where only a whole one can be copied; or a part
@@ -250,7 +250,7 @@ class Context(Closing):
         n_outputs_max: int = 0,
     ) -> None:
         self._native: _core.Context | None = None
-        # A tap that nobody has any more is open no longer.
+        # Weak: a tap is closed when its last reference goes.
         self._open_tap: weakref.ref[Tap] | None = None
         self._generation: weakref.ref[object] | None = None
         self.lock = threading.Lock()
@@ -317,8 +317,8 @@ class Context(Closing):
 
     @property
     def generation(self) -> object | None:
-        """The generation that is going on, which has the memory for itself. One that nobody has any more is
-        over. Private to the package."""
+        """The running generation, which has the memory for itself; None once no reference to it is left.
+        Private to the package."""
         return None if self._generation is None else self._generation()
 
     @generation.setter
@@ -327,7 +327,7 @@ class Context(Closing):
 
     @property
     def _writable(self) -> _core.Context:
-        """The core's object, to change what it remembers.
+        """The core's object, for calls that change its memory.
 
         :raises BusyError: a generation is going on.
         """
@@ -462,7 +462,7 @@ class Context(Closing):
 
     @property
     def tapped(self) -> States | None:
-        """What the open tap captured of the last decode; None when no tap is open or nothing was decoded."""
+        """States of the last decode from the open tap; None when no tap is open or nothing was decoded."""
         tap = self._tap
         return None if tap is None else tap._last
 

@@ -9,14 +9,14 @@ from llamatap._check import integer
 
 __all__ = ["DraftLength"]
 
-# Of a round long ago this much is left after each newer one: some fifty rounds count.
+# Decay of past rounds per new round: about 50 rounds count.
 _KEPT = 0.98
 # A first guess that weighs as much as two tries: every other token is accepted.
 _PRIOR_HITS, _PRIOR_TRIES = 1.0, 2.0
 # Every so many rounds another length is tried, so that costs and acceptance do not go stale.
 _EXPLORE_EVERY = 16
 _MEASURED = 9
-# What a length took so many rounds ago is forgotten when it is measured again.
+# The cost of a length that is older than this many rounds is forgotten when it is measured again.
 _STALE = 48
 
 
@@ -49,7 +49,7 @@ class DraftLength:
         self._rounds = 0
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """A draft of ``drafted`` tokens was verified, ``accepted`` of them stood."""
+        """Count a draft of ``drafted`` tokens, ``accepted`` of them accepted."""
         for i in range(min(accepted + 1, drafted, self.longest)):
             self._tries[i] += 1
             self._hits[i] += i < accepted
@@ -64,7 +64,7 @@ class DraftLength:
         known.append(seconds)
 
     def acceptance(self, position: int) -> float:
-        """The share of drafts whose token at ``position`` (from 1) stands, of those that came so far."""
+        """Acceptance rate at ``position`` (from 1), of the drafts accepted up to there."""
         i = position - 1
         return (self._hits[i] + _PRIOR_HITS) / (self._tries[i] + _PRIOR_TRIES)
 

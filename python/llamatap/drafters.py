@@ -1,4 +1,4 @@
-"""Drafters: what guesses the next tokens of sequences for a target to verify. Those here need no model."""
+"""Drafters guess the next tokens of sequences for a target to verify. The ones here need no model."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ AUTO_LONGEST = 8
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """What a sequence wants drafted.
+    """Request for a draft of one sequence.
 
     :ivar last_token: the newest token, which the target has not decoded yet.
     :ivar position: its position; the draft is for those after it.
     :ivar n_max: the most tokens that can be used.
-    :ivar seed: for drafters that draw: what is the sequence's own.
+    :ivar seed: the sequence's own seed, for drafters that draw their tokens.
     """
 
     last_token: int
@@ -72,16 +72,16 @@ class Drafter(ABC):
     """Guesses the next tokens of sequences. Subclass it to draft by a way of your own; :meth:`draft` is all
     that a subclass must have. One that needs the text alone is shorter as a :class:`TextDrafter`.
 
-    What :func:`llamatap.generate` and sessions call; :meth:`draft` and :meth:`process` for all live
-    sequences at once:
+    :func:`llamatap.generate` and sessions call these methods, :meth:`draft` and :meth:`process` once for all
+    in-flight requests:
 
     1. :meth:`reset`, for a sequence before its first batch.
     2. :meth:`process`, once after each decode of the target that brings new entries: of a prompt, all or a
-       piece; of a text, its newest token and the draft. Not after those that repeat entries which stand
-       (where a memory cannot take back a part of a draft), nor after that of a text's final token for its
-       states.
+       piece; of a text, its newest token and the draft. Not after decodes that only repeat accepted entries
+       (rollback in memories that cannot remove a suffix), nor after the decode of a text's final token for
+       its states.
     3. :meth:`accept`, after such a batch, for each sequence that had its newest token in it, also when there
-       was no draft. Not for prompts, all of which stands.
+       was no draft. Not for prompts, whose tokens all stay.
     4. :meth:`draft`, for the sequences that go on and have room for a draft.
     5. :meth:`reset`, for a sequence that has ended, in whatever way. Its id then serves another text.
     """
@@ -99,7 +99,7 @@ class Drafter(ABC):
     _spec: SpeculativeContext | None = None
 
     def process(self, batch: Batch) -> None:  # noqa: B027  a drafter may need none of it
-        """Take note of a batch that the target has decoded. Its entries of a draft may be taken back yet.
+        """Follow a batch that the target has decoded. Drafted tokens in it may still be rejected.
 
         :raises InvalidInputError: the drafter needs states that no open tap gives, or a batch is missing.
         """
@@ -112,10 +112,10 @@ class Drafter(ABC):
         """
 
     def accept(self, seq: int, n: int) -> None:  # noqa: B027
-        """Of the sequence's entries in the last batch, the first and ``n`` more stand (the token before the
-        draft, and the drafted ones that were accepted); the rest never was.
+        """Keep ``n`` drafted tokens of the sequence's last batch, and the token before the draft; discard the
+        rest.
 
-        :raises InvalidInputError: there were not so many.
+        :raises InvalidInputError: the batch had fewer.
         """
 
     def reset(self, seq: int) -> None:  # noqa: B027
@@ -123,13 +123,13 @@ class Drafter(ABC):
 
 
 _Function: TypeAlias = Callable[[NDArray[np.int32]], Any]
-#: What :func:`llamatap.generate` takes for a drafter: several are asked in turn; a function is given token
-#: ids and gives those that may follow.
+#: The ``drafter`` argument of :func:`llamatap.generate`. Several are asked in turn; a function takes token
+#: ids and returns those that may follow.
 AnyDrafter: TypeAlias = Drafter | _Function | Sequence[Drafter | _Function] | None
 
 
 def longest_draft(n_max: object) -> int:
-    """An option ``n_max`` as a number."""
+    """The option ``n_max`` as a number: the longest draft."""
     if isinstance(n_max, str) and n_max == "auto":
         return AUTO_LONGEST
     if isinstance(n_max, str):
@@ -148,7 +148,7 @@ def check_shortest(n_min: object, n_max: int, why: str = "") -> int:
 
 
 def most_tokens(drafter: Drafter) -> int:
-    """What is asked of a drafter at most.
+    """The most tokens that are asked of a drafter: its ``n_max``, or 2**31 - 1 where that is None or "auto".
 
     :raises InvalidInputError: its n_max is no number.
     """
@@ -158,17 +158,20 @@ def most_tokens(drafter: Drafter) -> int:
 
 
 def check_requests(requests: object) -> None:
-    """A dict of requests by sequence id."""
+    """Check that the requests are a dict of DraftRequest by sequence id.
+
+    :raises InvalidInputError: they are not.
+    """
     if isinstance(requests, Mapping) and all(isinstance(one, DraftRequest) for one in requests.values()):
         return
     raise InvalidInputError(f"requests must be a dict of DraftRequest by sequence id, not {requests!r}")
 
 
 def checked_drafts(drafter: Drafter, requests: Mapping[int, DraftRequest]) -> dict[int, Draft]:
-    """What a drafter has for these requests, its own ``n_max`` heeded: drafts of the right types that are no
-    longer than was asked for, none of them empty.
+    """The drafts of a drafter for these requests, checked: of the right types, cut to the request's and the
+    drafter's ``n_max``, none of them empty.
 
-    :raises InvalidInputError: it gave something else.
+    :raises InvalidInputError: the drafter returned something else.
     """
     n_max = most_tokens(drafter)
     asked = {seq: replace(one, n_max=min(one.n_max, n_max)) for seq, one in requests.items()}
@@ -188,7 +191,7 @@ def checked_drafts(drafter: Drafter, requests: Mapping[int, DraftRequest]) -> di
         if not isinstance(draft, Draft):
             raise InvalidInputError(f"a drafter gives llamatap.Draft objects, not {type(draft).__name__}")
         tokens = token_array(draft.tokens)
-        # Rows that were never as many as the tokens stay so.
+        # Cut only where the draft is too long: otherwise arrays of a wrong length must be found.
         cut = slice(request.n_max if len(tokens) > request.n_max else None)
         if len(tokens) > 0:
             probs = _floats("probs", draft.probs, cut)
@@ -210,7 +213,7 @@ def _floats(name: str, values: object, rows: slice) -> NDArray[np.float32] | Non
 
 
 class NativeDrafter(Drafter, NotCopied):
-    """What the core drafts."""
+    """Base of drafters that are implemented in the core (C++)."""
 
     def __init__(self, core: _core.Drafter, n_max: int | Literal["auto"]) -> None:
         self._core: _core.Drafter | None = core
@@ -271,7 +274,7 @@ class NativeDrafter(Drafter, NotCopied):
 
 
 class NGramDrafter(NativeDrafter):
-    """Drafts what followed the last time that the same tokens came by in the sequence. Needs no model: good
+    """Drafts what followed the last occurrence of the newest n-gram in the sequence. Needs no model: good
     for texts that repeat themselves or their prompt (code that is edited, summaries, translations).
 
     :param n_longest: the longest n-gram that is looked for; the longest one found decides.
@@ -302,8 +305,8 @@ class NGramDrafter(NativeDrafter):
 
 
 class DrafterChain(Drafter):
-    """Asks drafters in turn: a sequence for which the first has no draft gets the second's, and so on. Of
-    each, no more than its own ``n_max`` is asked for.
+    """Asks drafters in turn: a sequence for which the first has no draft gets the second's, and so on.
+    Each is asked for its own ``n_max`` tokens at most.
 
     :param drafters: e.g. an :class:`NGramDrafter`, which costs nothing, before one with a model. For
         ``generate(..., rejection=True)`` all of them must draw their tokens.
@@ -322,7 +325,7 @@ class DrafterChain(Drafter):
 
     @property
     def n_max(self) -> int | Literal["auto"] | None:  # type: ignore[override]  # the longest of them
-        """That of the drafter with the longest drafts; "auto" when one's is."""
+        """The largest ``n_max`` of the drafters; "auto" if one is "auto", else None if one is None."""
         lengths = [one.n_max for one in self.drafters]
         if "auto" in lengths:
             return "auto"
@@ -357,7 +360,7 @@ class _Text:
         self._room = np.zeros(256, np.int32)
 
     def write(self, start: int, tokens: Sequence[int]) -> None:
-        """Let these stand from ``start`` on, and nothing after them."""
+        """Write tokens from ``start`` on; the text ends after them."""
         end = start + len(tokens)
         if end > len(self._room):
             self._room = np.concatenate([self._room[:start], np.zeros(2 * end - start, np.int32)])
@@ -485,7 +488,7 @@ def as_drafter(drafter: object) -> Drafter | None:
 
 
 def reset_all(drafters: Iterable[Drafter], seqs: Iterable[int]) -> None:
-    """Let all drafters forget all sequences; what one of them raises comes out when all were asked."""
+    """Reset all sequences in all drafters. An exception is raised after all of them were called."""
     with contextlib.ExitStack() as all_of_them:
         for seq in seqs:
             for drafter in drafters:
@@ -507,5 +510,5 @@ def specs_of(drafter: Drafter) -> list[SpeculativeContext]:
 
 
 def new_length(drafter: Drafter) -> DraftLength | None:
-    """What chooses the length of the drafter's drafts, where it shall be chosen."""
+    """The controller of the draft length for ``n_max="auto"``; None for other drafters."""
     return DraftLength(AUTO_LONGEST) if drafter.n_max == "auto" else None

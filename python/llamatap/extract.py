@@ -1,4 +1,4 @@
-"""Extraction: hidden states of whole prompts, and nothing computed beyond the last layer wanted."""
+"""Extraction: hidden states of whole prompts. Nothing is computed beyond the last wanted layer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Pooling = Literal["mean", "last", "max"]
 
 @dataclass
 class _Job:
-    """A prompt, what is wanted of it, and where it goes."""
+    """One prompt of a call: its window of positions and its output array."""
 
     tokens: NDArray[np.int32]
     n_prompt: int  # with what max_length cut
@@ -148,7 +148,7 @@ class _Run:
             for pack in packs([len(self.jobs[i].tokens) for i in indices], room, most):
                 together = [self.jobs[indices[k]] for k in pack]
                 if not self._capture(context, together) and len(together) > 1:
-                    # NaN or infinity of one prompt may have come to the others.
+                    # NaN or infinity of one prompt may have reached the others of the batch.
                     for job in together:
                         self._capture(context, [job])
         finally:
@@ -156,7 +156,7 @@ class _Run:
         return {i: self._states(context, self.jobs[i]) for i in indices}
 
     def _capture(self, context: Context, jobs: Sequence[_Job]) -> bool:
-        """Compute prompts in one batch. Whether all that came of it is finite."""
+        """Compute prompts in one batch. Returns whether all captured values are finite."""
         assert self.dtype is not None
         if _passes_last_block(context.model, self.slots):
             n_rows = min(sum(len(job.tokens) for job in jobs), context.n_ubatch)
@@ -201,7 +201,7 @@ def _passes_last_block(model: Model, slots: Sequence[int]) -> bool:
 
 
 class Extractor(Closing):
-    """Extraction with the sizes in your hands: a model and a context that fits the work.
+    """Extraction with chosen context options: a model and a context sized to the work.
 
     :param model: the model.
     :param options: those of :class:`llamatap.Context`, e.g. ``type_k="f32"`` or ``flash_attn=False``.
@@ -233,7 +233,7 @@ class Extractor(Closing):
         :raises BusyError: this thread is extracting (a signal handler or a log handler calls).
         """
         if self._process != os.getpid():
-            # Whichever thread held the lock when the process was forked is not in this one.
+            # In a forked child the thread that held the lock is gone.
             self._drop()
             return
         if self._thread == threading.get_ident():

@@ -35,7 +35,7 @@ def _events(loop: Loop) -> Generator[Event, None, None]:
     with loop:
         while loop.waiting or loop.live:
             events = loop.round()
-            # The last ones come when all is given back.
+            # The last events come after the context is released.
             if loop.waiting or loop.live:
                 yield from events
     yield from events
@@ -55,7 +55,8 @@ def _in_order(events: Generator[Event, None, None], n_prompts: int) -> Generator
 
 
 def _capacities(model: Model, prompts: Sequence[NDArray[np.int32]], max_tokens: int) -> list[int]:
-    """The places that texts may take: no more than what the model was trained with, or a prompt has."""
+    """The most positions of each request: prompt and max_tokens, up to the model's training length, or up to
+    the prompt's own where that is longer."""
     return [min(len(prompt) + max_tokens, max(model.n_ctx_train, len(prompt))) for prompt in prompts]
 
 
@@ -125,8 +126,8 @@ def generate(
     rejection: bool = False,
     stream: bool = False,
 ) -> Generator[Generation, None, None] | Generator[Event, None, None]:
-    """Generate text after prompts, all at once: prompts enter as others end, and one decode of the target
-    serves all of them.
+    """Generate text after prompts by continuous batching: prompts are admitted as others end, and one decode
+    of the target serves all in-flight requests.
 
     :param model_or_context: a context with an empty memory, which is empty again afterwards; or a model,
         which gets a context of its own, sized to the work.
@@ -166,8 +167,8 @@ def generate(
         (``temperature`` of theirs above 0): the same distribution, other tokens, more of them accepted.
     :param stream: give an :class:`Event` for each token as it comes, rather than a :class:`Generation` for
         each prompt, in the order of the prompts.
-    :raises InvalidInputError: an argument is wrong, the context holds tokens, or a drafter gives what is
-        none.
+    :raises InvalidInputError: an argument is wrong, the context holds tokens, or a drafter returns no valid
+        draft.
     :raises BusyError: another generation is going on in the context or with the drafter, or another thread
         uses the context.
     :raises ContextFullError: a prompt is longer than the context.
@@ -176,9 +177,9 @@ def generate(
 
     A generation has the context's memory, and the drafter, for itself: until it ends, what would change the
     memory raises BusyError. It ends with its last result, or with the iterator: ``close()``, or leaving a
-    loop, frees the memory. What a drafter raises comes out, and the context can be used again.
+    loop, frees the memory. Exceptions of a drafter are raised, and the context can be used again.
 
-    Prompts enter in pieces of ``n_batch`` tokens at most, beside the texts that are under way.
+    Prefill is in pieces of ``n_batch`` tokens at most, beside the decode of in-flight requests.
     """
     chosen = as_drafter(drafter)
     if not isinstance(model_or_context, (Model, Context)):
@@ -222,7 +223,7 @@ def generate(
     loop = Loop(context, chosen)
     base = secrets.randbits(31) if seed is None else integer("seed", seed, 0, 2**32 - 2)
     for index, (tokens, room) in enumerate(zip(texts, rooms, strict=True)):
-        # Far apart, so that no prompt has the numbers of another one's with a seed nearby.
+        # Seeds far apart: no prompt gets the random numbers of another call with a nearby seed.
         sampling["seed"] = (base + index * 0x9E3779B1) % (2**32 - 1)
         prompt = new_prompt(model, index, tokens, room, options, sampling, f"prompt {index}")
         loop.waiting.append(prompt)

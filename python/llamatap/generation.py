@@ -1,4 +1,4 @@
-"""What generation gives: texts, events, statistics."""
+"""Results of generation: texts, events, statistics."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Stats:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """By position in the draft: the share of drafts of that length or longer that stood up to there."""
+        """By position in the draft: of the drafts at least that long, the share accepted up to there."""
         return [
             accepted / drafted for accepted, drafted in zip(self.accepted_at, self.drafted_at, strict=True)
         ]

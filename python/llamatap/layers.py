@@ -87,7 +87,7 @@ class Convention:
     has_last: bool = True
     #: Ids whose entries may be no H_i of ours: the "first", or the "inner" ones, from there to the last.
     unnamed: Literal["none", "first", "inner"] = "none"
-    #: What those entries are instead, for messages.
+    #: Meaning of those entries, for messages.
     why: str = ""
 
     def last_id(self, n_layer: int) -> int:

@@ -121,7 +121,7 @@ class Model(Closing):
             raise InvalidInputError(f"weights must be 'f32', 'f16', 'bf16' or None, not {weights!r}")
         if weights is not None and flag("vocab_only", vocab_only):
             raise InvalidInputError("weights are not loaded with vocab_only=True; leave out weights=")
-        #: What the weights were converted to; None: they are as the file has them.
+        #: The type that weights were converted to; None: they are as in the file.
         self.weights = weights
         self.path = Path(path)
         try:
@@ -288,7 +288,7 @@ class Model(Closing):
 
     @functools.cached_property
     def layer_map(self) -> _core.LayerMap:
-        """Which node of the engine's graph gives each layer: found at the first use, then kept.
+        """Map from each layer to the engine's graph node that gives it: found at the first use, then kept.
 
         :raises UnsupportedError: the model carries no single residual stream.
         """
@@ -328,7 +328,7 @@ class Model(Closing):
         first, last = self.added_tokens
         if first is not None and len(tokens) > 1 and tokens[0] == tokens[1] == first:
             tokens = tokens[1:]
-        # What was added in front is not the text's, even where it is the same token.
+        # A BOS that was added in front is not the text's own, even where EOS is the same token.
         fewest = 1 if first is None else 2
         if last is not None and len(tokens) > fewest and tokens[-1] == tokens[-2] == last:
             tokens = tokens[:-1]

@@ -1,4 +1,4 @@
-"""What a GGUF file is and what its layers give, found out in a child process."""
+"""Probing a GGUF file in a child process: whether it loads, and the values of its layers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LayerProbe:
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """What :func:`probe` found; fields are None where it did not get that far."""
+    """Result of :func:`probe`. Fields are None where the probe did not get that far."""
 
     path: Path
     #: Whether the model loads.

@@ -31,7 +31,7 @@ _logger = logging.getLogger("llamatap")
 
 
 class Session(Closing):
-    """Texts of one context whose prompts come at any time, each with options of its own: what a server needs.
+    """Continuous batching in one context, for servers: prompts come at any time, each with its own options.
 
     Prompts wait in the order in which they came until there is a sequence and room for them. One thread calls
     :meth:`step` again and again; others add and cancel meanwhile.
@@ -56,9 +56,9 @@ class Session(Closing):
         #: Prompts that are not finished.
         self._prompts: dict[int, Prompt] = {}
         self._n_added = 0
-        # For what a moment takes: numbers of prompts, and whether there may be more of them.
+        # For short work: numbering prompts, and whether more may be added.
         self._adding = threading.Lock()
-        # For what takes long. It is never waited for.
+        # For a round, which takes long: nobody waits for it, a second caller gets BusyError.
         self._stepping = threading.Lock()
         self._loop = Loop(context, self._drafter)
         self._room = room_of(context)
@@ -66,7 +66,7 @@ class Session(Closing):
         self._closed = False
 
     def add(self, prompt: Input, **options: Unpack[GenerateOptions]) -> int:
-        """Let a prompt wait. From any thread, also while another one is in :meth:`step`.
+        """Queue a prompt. From any thread, also while another one is in :meth:`step`.
 
         :param prompt: a str or token ids.
         :param options: the keyword arguments of :func:`generate` but for ``stream``, for this prompt alone.
@@ -95,9 +95,9 @@ class Session(Closing):
         return found.index
 
     def cancel(self, index: int) -> None:
-        """End a prompt's generation, waiting or under way. From any thread. What its last round gave still
+        """End a prompt's generation, waiting or in flight. From any thread. What its last round gave still
         comes, and with a later :meth:`step` an event with :attr:`Event.final`, whose ``finish_reason`` is
-        "cancelled". Of one that is finished already there is nothing to cancel.
+        "cancelled". Cancelling a finished prompt does nothing.
 
         :raises InvalidInputError: there was no such prompt.
         """
@@ -110,17 +110,17 @@ class Session(Closing):
             self._loop.cancelling = True
 
     def step(self) -> list[Event]:
-        """One round: prompts that fit are let in, and each text under way gets its next tokens.
+        """One round: admit prompts that fit; then draft, forward pass, verification for in-flight requests.
 
-        :returns: the events of the round. None (``[]``) when there is nothing to do, and also of a round in
-            which prompts enter and no text goes on: :attr:`pending` tells.
-        :raises BusyError: another thread is in it.
+        :returns: the events of the round. Empty when idle, and also after a round of prefill alone:
+            :attr:`pending` tells which.
+        :raises BusyError: another thread is in :meth:`step`.
         :raises ClosedError: the session was closed.
         :raises InvalidInputError: a tap is open in the context, and states are needed: nothing was done.
 
-        When the engine or the drafter raises, that comes out, and the texts under way are gone, those that
-        were let in this round and the round's events with them: :attr:`dropped` has their numbers. Their
-        sequences are free again, and the next step goes on with the prompts that wait.
+        An exception of the engine or the drafter is raised to the caller. It drops all in-flight requests,
+        those admitted in this round included, and the round's events; :attr:`dropped` has their numbers.
+        Their sequences are free again, and the next step goes on with the waiting prompts.
         """
         with self._alone("step()"):
             if self._closed:
@@ -147,7 +147,7 @@ class Session(Closing):
 
     @property
     def pending(self) -> int:
-        """How many prompts are not finished: those that wait, and those whose texts are under way."""
+        """The number of unfinished prompts, waiting or in flight."""
         return len(self._prompts)
 
     def __len__(self) -> int:
@@ -155,12 +155,12 @@ class Session(Closing):
         return len(self._prompts)
 
     def __bool__(self) -> bool:
-        # A session is one also when it has nothing to do.
+        # True also when idle, where len() is 0.
         return True
 
     @property
     def dropped(self) -> tuple[int, ...]:
-        """The numbers of the prompts that the last :meth:`step` dropped since something raised. They have no
+        """The numbers of the prompts that the last :meth:`step` dropped because of an exception. They get no
         further events."""
         return self._dropped
 
@@ -170,7 +170,7 @@ class Session(Closing):
         return self._closed
 
     def close(self) -> None:
-        """Forget all prompts, free their sequences, and give back the context and the drafter. Another time
+        """Forget all prompts, free their sequences, and release the context and the drafter. A second call
         does nothing.
 
         :raises BusyError: another thread is in :meth:`step`; it must come back first.

@@ -28,7 +28,7 @@ __all__ = ["DraftOutput", "SpeculativeContext"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftOutput:
-    """What :meth:`SpeculativeContext.decode` gives for its outputs, in their order. Arrays are owned.
+    """Result of :meth:`SpeculativeContext.decode`: one row for each output, in order. Arrays are owned.
 
     :ivar ids: int32 ``(n_outputs, top_k)``: the most likely tokens, falling. They are the target's, also
         where an EAGLE-3 file has a smaller vocabulary of its own; a plain model whose vocabulary is padded
@@ -96,7 +96,7 @@ class SpeculativeContext(Closing):
     :ivar target_layers: the target's states that it needs of every token, as layer ids of llamatap; empty for
         a plain model.
 
-    Pairs: what EAGLE-3 and MTP blocks decode is a token with a state. With ``state[p]`` the target's at
+    Pairs: EAGLE-3 and MTP blocks decode a token together with a state. With ``state[p]`` the target's at
     position p (for EAGLE-3, :meth:`encode` of its features), EAGLE-3 takes ``(token[p+1], state[p])`` at
     position p, MTP ``(token[p], state[p-1])`` at position p, with zeros for ``state[-1]``. A plain model
     takes tokens alone. :meth:`encode` is for EAGLE-3 and MTP, :meth:`decode` for these and plain models. A
@@ -120,7 +120,7 @@ class SpeculativeContext(Closing):
         as_model: bool = False,
     ) -> None:
         self._native: _core.SpeculativeContext | None = None
-        #: Those that draft with it, and end with it. Private to the package.
+        #: Drafters made with this context; closed with it. Private to the package.
         self.drafters: weakref.WeakSet[NativeDrafter] = weakref.WeakSet()
         instance("context", context, Context)
         target = context.native
@@ -298,7 +298,7 @@ class SpeculativeContext(Closing):
         logits: bool = False,
         head: int = 0,
     ) -> DraftOutput:
-        """One decode of pairs; they enter the draft's memory. None at all is nothing to do.
+        """One decode of pairs, which enter the draft's memory. No pairs: nothing is done.
 
         :param tokens: int ``(n,)``.
         :param states: float32 ``(n, n_state)``; None for a plain model.

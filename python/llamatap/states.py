@@ -33,11 +33,11 @@ DTYPES = {
 
 # Tensors of files with states: those of States.save, and others' names for them.
 _TENSORS = ("hidden_states", "prompt_embeds", "tokens", "token_ids")
-# What the server says beside the provenance and that is not in it.
+# Fields of the server's bodies that are not provenance.
 _OF_BODIES = ("preset", "truncated")
-# What provenance computes of the arrays.
+# Provenance computed from the arrays.
 _OF_ARRAYS = ("dtype", "layers", "norm")
-# What the arrays themselves are, and how a file of them is read.
+# Fields that describe the arrays, or say how to read a file of them: not free for details.
 _NOT_DETAILS = frozenset(
     (
         "convention",
@@ -77,7 +77,7 @@ def typed_view(array: NDArray[Any], name: str) -> NDArray[Any]:
 
 
 class Source:
-    """What the states of a context come from, as far as it is the same for all of them."""
+    """Origin of the states of a context: the model's files, and the provenance that all its states share."""
 
     def __init__(self, files: ModelFiles, facts: dict[str, Any]) -> None:
         self._files = files
@@ -298,7 +298,7 @@ class States:
             raise ValueError("its tokens are no ids")
         rows = () if fields.get("pooling") else (len(tokens),)
         expected = (*rows, len(fields["layers"]), fields["n_embd"])
-        # Of one layer there may be no axis of layers.
+        # A file of one layer may lack the axis of layers.
         shapes = (expected, (*rows, fields["n_embd"])) if len(fields["layers"]) == 1 else (expected,)
         if array.shape not in shapes or tokens.ndim != 1:
             raise ValueError(f"{names[0]} of {array.shape}, where the metadata tells of {expected}")
@@ -311,7 +311,7 @@ class States:
 
 
 def check_finite(states: States, otherwise: str = "") -> None:
-    """The states hold neither NaN nor infinity.
+    """Check that the states hold neither NaN nor infinity.
 
     :param otherwise: what else to do, for the end of the message.
     :raises InvalidInputError: they do.
@@ -346,7 +346,7 @@ def write_tensors(
                 metadata=to_metadata(provenance),
             )
         except SafetensorError as error:
-            # Its own error even for what the system refused: a full disk.
+            # safetensors raises its own error even for errors of the system, such as a full disk.
             number = re.search(r"os error (\d+)", str(error))
             code = int(number[1]) if number else errno.EIO
             raise OSError(code, os.strerror(code), os.fspath(path)) from error

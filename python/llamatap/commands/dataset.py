@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add", "run"]
 
-# How many of the rows that were left out are told of; skipped.jsonl has them all.
+# The most skipped rows that are listed; skipped.jsonl has all of them.
 _TOLD = 5
 
 
@@ -155,7 +155,7 @@ def _run(job: Job, *, quiet: bool) -> Report:
         def progress(done: int, total: int) -> None:
             if bar.total is None:
                 bar.reset(total)
-                # What was there before says nothing of the speed.
+                # Tokens of earlier runs do not count for the speed.
                 bar.initial = bar.n = done
             bar.update(done - bar.n)
 

@@ -1,4 +1,4 @@
-"""What connectors have in common."""
+"""Base class of connectors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llamatap.states import States
 
 __all__ = ["Connector", "Stored", "tensors_of"]
 
-#: What is read: "hidden_states" ``(n, n_layers, n_embd)``, "token_ids" int64 ``(n,)`` and, where it was
+#: Arrays of a sample: "hidden_states" ``(n, n_layers, n_embd)``, "token_ids" int64 ``(n,)`` and, where it was
 #: given, "loss_mask" float32 ``(n,)``. For other libraries: :class:`llamatap.connectors.DLPackArray`.
 Stored = dict[str, NDArray[Any]]
 
@@ -37,7 +37,7 @@ class Connector(ABC):
     the names of ``hs_connectors.HiddenStatesTransfer``."""
 
     def setup(self) -> None:
-        """Called by a reader before it reads, in the process that reads. Another time does nothing."""
+        """Called by a reader before it reads, in the process that reads. A second call does nothing."""
         return
 
     @abstractmethod
@@ -66,19 +66,19 @@ class Connector(ABC):
 
     @abstractmethod
     def get_cached(self, file_idx: int) -> Stored | None:
-        """What was put with this index; None where nothing was."""
+        """Sample that was put with this index; None if there is none."""
 
     @abstractmethod
     def get_generated(self, hs_transfer_params: Mapping[str, object]) -> Stored | None:
-        """What was put, by what :meth:`put` returned; None where it is gone."""
+        """Sample by the handle that :meth:`put` returned; None if it is gone."""
 
     def delete(self, handle: str) -> None:
-        """Free what was put. What is read of it already stays as it is. Another time does nothing."""
+        """Free a sample. Arrays that were read of it stay valid. A second call does nothing."""
         return
 
 
 def tensors_of(states: States, loss_mask: ArrayLike | None) -> Stored:
-    """What is put, under the names that trainers read.
+    """The arrays of a sample, under the names that trainers read.
 
     :raises InvalidInputError: as of :meth:`Connector.put`.
     """

@@ -26,7 +26,7 @@ class CallbackConnector(Connector):
         self._function = function
 
     def put(self, states: States, *, index: int | None = None, loss_mask: ArrayLike | None = None) -> None:
-        """See :meth:`Connector.put`. What the function raises comes out."""
+        """See :meth:`Connector.put`. Exceptions of the function are raised."""
         self._function(tensors_of(states, loss_mask), index)
 
     def get_cached(self, file_idx: int) -> None:

@@ -1,4 +1,4 @@
-"""What is generated, put by a connector as it ends: for ``on_states``."""
+"""Collector: an ``on_states`` callback that puts finished generations through a connector."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from llamatap.states import DTYPES, States, dtype_name
 
 __all__ = ["Collector"]
 
-#: What the system says of a place that is full.
+#: Errors of the system for a full disk or quota.
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
-#: Seconds from one try to the next.
+#: Seconds between tries.
 _INTERVAL = 0.05
 
 
@@ -42,7 +42,7 @@ class Collector:
     def __init__(
         self, connector: Connector, *, wait: float = 0.0, dtype: DTypeLike | str | None = "bfloat16"
     ) -> None:
-        # Those who only read do without.
+        # Imported here: not needed for reading alone.
         from llamatap.dataset.samples import Samples
 
         instance("connector", connector, Connector)

@@ -73,7 +73,7 @@ class FileConnector(Connector):
         return read_mapped(self._own(handle))
 
     def delete(self, handle: str) -> None:
-        """Remove the file. Arrays that were read of it stay as they are. Another time does nothing.
+        """Remove the file. Arrays that were read from it stay valid. A second call does nothing.
 
         :raises InvalidInputError: it is no file of the folder.
         """

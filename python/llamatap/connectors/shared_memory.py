@@ -26,7 +26,7 @@ from llamatap.states import States, write_tensors
 
 __all__ = ["SharedMemoryConnector"]
 
-#: Of a writer's own folder.
+#: Prefix of the name of a writer's own folder.
 _PREFIX = "writer-"
 
 

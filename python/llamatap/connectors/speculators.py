@@ -56,8 +56,8 @@ def _tensors(stored: Stored | None) -> dict[str, torch.Tensor] | None:
 
 
 class ConnectorBackend:
-    """What ``hs_connectors.HiddenStatesBackend`` (0.9.0) asks of a back end: its options of ``speculators
-    train``, and the transfer that they make."""
+    """Back end for ``hs_connectors.HiddenStatesBackend`` (0.9.0): options of ``speculators train``, and the
+    transfer made from them."""
 
     @staticmethod
     def add_train_args(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""States that are computed and not yet written as the layout has them: a kill loses none of them."""
+"""Computed states that are not yet in the layout's files, kept on disk so that a kill loses none."""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ from llamatap.errors import BusyError, InvalidInputError
 
 __all__ = ["MANIFEST", "SKIPPED", "STATUSES", "Folder"]
 
-#: What the data set is of, in its folder.
+#: Name of the manifest in the data set's folder.
 MANIFEST = "llamatap.json"
 #: Rows of the input that are not in it, and why: a JSON object a line.
 SKIPPED = "skipped.jsonl"
-#: Of a data set: samples are missing, files are being put in order, all is there.
+#: Statuses of a data set: samples are missing; files are being put in order; complete.
 STATUSES = ("writing", "finishing", "complete")
 # Locks, and reasons of samples without finite states, until all is written.
 _WORK = ".llamatap"
@@ -38,7 +38,7 @@ class Folder:
         self.work = path / _WORK
 
     def manifest(self) -> dict[str, Any] | None:
-        """What the data set is of; None where the folder is empty or not there.
+        """The manifest of the data set; None when the folder is empty or missing.
 
         :raises InvalidInputError: the folder holds something else.
         """
@@ -71,7 +71,7 @@ class Folder:
         :param skipped: the reason of each row.
         :raises OSError: it cannot be written.
         """
-        # What backslashes stand for in place of half a surrogate pair is JSON, too.
+        # Half a surrogate pair becomes a backslash escape, which is valid JSON too.
         with (
             atomic_path(self.path / SKIPPED) as scratch,
             scratch.open("w", encoding="utf-8", errors="backslashreplace") as file,

@@ -47,7 +47,7 @@ Progress = Callable[[int, int], object]
 
 @dataclass(frozen=True)
 class Report:
-    """What a run did.
+    """Report of a run.
 
     :ivar n_samples: samples of the data set; with several workers of all of them.
     :ivar n_tokens: their tokens.
@@ -151,7 +151,7 @@ class Job:
         self.skipped[row] = str(error)
 
     def _provenance(self, dtype: str) -> dict[str, Any]:
-        """What the states' own provenance tells, whatever the sample."""
+        """Provenance that the states of all samples share."""
         return provenance(self.model, self.options, self.columns, dtype)
 
     @property
@@ -160,7 +160,10 @@ class Job:
         return self._folder.free_bytes()[0]
 
     def _check_same(self, manifest: Mapping[str, Any] | None) -> None:
-        """What the folder holds is of the same model, samples and options."""
+        """Check that the folder's data set is of the same model, samples and options.
+
+        :raises InvalidInputError: it is not.
+        """
         if manifest is None:
             return
         there = manifest["made_with"]
@@ -214,7 +217,7 @@ class Job:
             with self._folder.settled():
                 manifest = self._folder.manifest()
                 if manifest is None:
-                    # Of another data set, whose files were removed.
+                    # Work files of another data set, whose own files were removed.
                     self._folder.forget()
                     self._write_manifest("writing")
                 self._check_same(manifest)
@@ -230,13 +233,13 @@ class Job:
                 return self._finish(n_written)
 
     def _look_again(self, manifest: Mapping[str, Any]) -> None:
-        """A data set that was complete may have lost files since. (Where samples had no finite states files
-        were moved, and what is missing cannot be told.)"""
+        """Set a complete data set back to "finishing", or to "writing" where files were lost since. (Not
+        where samples had no finite states: files were moved, and missing ones cannot be told.)"""
         if manifest["status"] == "complete" and manifest.get("n_samples") == len(self.samples):
             self._write_manifest("finishing" if self._layout.written().all() else "writing")
 
     def _work(self) -> Work:
-        """What this worker computes; the layout is open for it."""
+        """The work of this worker: its batches. Opens the layout for them."""
         options, lengths = self.options, self.samples.lengths
         how = extraction(self.model, options, int(lengths.max()))
         everything = batches(lengths.tolist(), how["n_ubatch"], how["n_seq_max"])
@@ -247,7 +250,7 @@ class Job:
         return Work(self._layout, self._folder, options, how, mine, done, self.model.n_layer)
 
     def _fill(self, work: Work, progress: Progress) -> int:
-        """Compute and write what is missing; how many samples that were."""
+        """Compute and write the missing samples. Returns how many were written."""
         lengths = self.samples.lengths
         mine = np.array([index for batch in work.batches for index in batch], np.int64)
         total = int(lengths[mine].sum())

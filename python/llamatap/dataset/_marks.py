@@ -27,7 +27,7 @@ _LETTER = re.compile(f"[{chr(_FIRST)}-{chr(_LAST)}]")
 # How JSON of ASCII characters spells them.
 _ESCAPED = re.compile(rf"{_LETTER.pattern}|\\ud8[4-6][0-9a-f]\\ud[c-f][0-9a-f]{{2}}")
 
-# Of a content's parts, where text may be.
+# Fields of a content's parts that may hold text.
 _TEXTS = ("text", "thinking", "content")
 
 
@@ -57,14 +57,14 @@ DEGREES = (
 
 
 class Kind(enum.Enum):
-    """What a mark stands for."""
+    """The meaning of a mark."""
 
     BEGIN = enum.auto()
     """Something begins here that the assistant does not say."""
     END = enum.auto()
     """Something that somebody says has ended before."""
     NAME = enum.auto()
-    """So has a called function's name, which templates may write again with the result."""
+    """The name of a called function has ended. Templates may write it again with the result."""
     GENERATION_START = enum.auto()
     GENERATION_END = enum.auto()
 
@@ -93,7 +93,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Writing:
-    """What a template wrote.
+    """The output of a template, with its marks taken out.
 
     :ivar text: without the marks.
     :ivar places: of the marks, in order.

@@ -22,7 +22,7 @@ from llamatap.errors import InvalidInputError
 
 __all__ = ["Frame", "frames", "without_empty_thought"]
 
-# Of the marks' range: templates leave them alone.
+# Characters of the marks' range, which templates leave alone.
 _THOUGHT, _CONTENT = "\U0002a6d0", "\U0002a6d1"
 # How templates close thoughts that take none from messages (DeepSeek-V3.2).
 _CLOSE = "</think>"

@@ -281,7 +281,7 @@ class _Conversation:
 
 
 def _after(writing: Writing, places: Iterable[Place], mark: Mark | None) -> str | None:
-    """What is written after the last place of a mark, or at all without one; None where it has none."""
+    """The text after the last place of a mark, or all of it without a mark; None if the mark has no place."""
     if mark is None:
         return writing.text
     found = [place.position for place in places if place.mark is mark]
@@ -289,5 +289,5 @@ def _after(writing: Writing, places: Iterable[Place], mark: Mark | None) -> str 
 
 
 def _header(prompt: Writing, written: Writing) -> str | None:
-    """What a prompt adds to the messages that it is of."""
+    """The generation prompt: the end of ``prompt`` after ``written``; None if it does not begin with that."""
     return prompt.text[len(written.text) :] if prompt.text.startswith(written.text) else None

@@ -1,4 +1,4 @@
-"""What is computed, by whom, and how it is written: the same whoever computes it."""
+"""Work on a data set: batches, extraction, writing. The same in whichever process it runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WINDOW = 512
 
 
 def batches(lengths: Sequence[int], room: int, most: int) -> list[list[int]]:
-    """Which samples are computed together: the same whoever computes them, for the rounding depends on it.
+    """Pack samples into batches, independently of the number of workers: rounding depends on the batch.
 
     :param lengths: tokens of each sample.
     :param room: the most tokens of a batch; a longer sample is one by itself.
@@ -90,7 +90,7 @@ def extraction(model: Model, options: Options, longest: int) -> dict[str, Any]:
 
 
 def provenance(model: Model, options: Options, columns: Sequence[LayerId], dtype: str) -> dict[str, Any]:
-    """What the provenance of states tells, whatever the sample: which file, engine, back end, layers, ...
+    """Provenance that the states of all samples share: file, engine, back end, layers, ...
 
     :param columns: the layers, as llamatap counts.
     :param dtype: of the states.
@@ -103,7 +103,7 @@ def provenance(model: Model, options: Options, columns: Sequence[LayerId], dtype
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be computed and written, for whoever does it: it can be pickled.
+    """Batches to compute, and where to write them. Can be pickled for a worker.
 
     :ivar layout: writes samples; it is open.
     :ivar folder: remembers those that have no finite states.
@@ -182,7 +182,7 @@ class Work:
         n_written = 0
         for batch in computed.left():
             if batch[0][0] not in ours:
-                # Of another worker, which may be writing it now.
+                # Batch of another worker, which may be writing it now.
                 continue
             for index, array in batch:
                 if self.done[index]:

@@ -52,7 +52,7 @@ class Writer:
 
     def _work(self) -> None:
         while (batch := self._batches.get()) is not None:
-            # What comes after an error is dropped: whoever computes may be waiting for room.
+            # After an error batches are dropped but still make room, for which the producer may be waiting.
             if self._error is None:
                 self._write_batch(batch)
             self._room.release()

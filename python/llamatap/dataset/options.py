@@ -1,4 +1,4 @@
-"""What can be said about a data set."""
+"""Options of a data set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Options"]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Which states of which samples, and how they lie on disk.
+    """Options of a data set: layers, samples, chat template, files.
 
     :ivar layers: the layers, as ``convention`` counts; None for the three that EAGLE-3 drafters are trained
         on. The layout adds the last layer, unless it is the last of these already.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COLUMNS", "Row", "import_pyarrow", "read_rows"]
 
-#: What a row may hold; the other columns of a file are not read.
+#: Columns of a row; other columns of a file are not read.
 COLUMNS = ("input_ids", "loss_mask", "messages", "conversations", "text", "tools")
 
 #: A row, or why it cannot be read.

@@ -28,7 +28,7 @@ from llamatap.model import Model, token_array
 
 __all__ = ["Preparation", "Preparer", "Sample", "Samples", "prepare"]
 
-# Of those that prepare rows.
+# Threads that prepare rows.
 _MOST_THREADS = 4
 # Rows that are read before the first of them is done.
 _AHEAD = 256

@@ -34,7 +34,7 @@ from llamatap.states import States
 
 __all__ = ["Preset", "load_preset", "preset_names"]
 
-# What a template gets from elsewhere.
+# Variables of a template that have other sources.
 _TAKEN = ("messages", "self", "template")
 
 

@@ -20,7 +20,7 @@ __all__ = ["Fields", "read"]
 
 
 class Fields(TypedDict):
-    """What a file says, by the names of :class:`llamatap.presets.Preset`."""
+    """Fields of a preset file, by the names of :class:`llamatap.presets.Preset`."""
 
     name: str
     description: str

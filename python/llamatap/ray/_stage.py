@@ -126,7 +126,7 @@ def _objects(values: Sequence[Any]) -> NDArray[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """What Ray hands out as arrays, as lists; and structs without the fields that are null in them."""
+    """A value of Ray as plain Python: arrays as lists, structs without their null fields."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, Mapping):

@@ -173,12 +173,12 @@ class _RayJob(Job):
             # None of them writes any more once this returns or raises.
             for worker in workers:
                 ray.kill(worker)
-        # What workers left half written that died.
+        # Repair samples that dead workers left half written.
         self._layout.open(range(len(self.samples)))
 
 
 class _Worker:
-    """What each of the workers does: holds the model, and computes what it is given."""
+    """Ray actor: holds the model, and computes the batches that it is given."""
 
     def __init__(self, loading: _Loading, shared: Sequence[Any], facts: Mapping[str, Any]) -> None:
         self._loading = loading
@@ -232,7 +232,7 @@ class _WorkerError(Exception):
 
 
 def _answer(function: Callable[..., Any], *arguments: Any) -> bytes:
-    """What a function returns, or raises, for :func:`_received`: Ray would wrap the error."""
+    """Pickled result or exception of a function, for :func:`_received`: Ray would wrap the exception."""
     try:
         return pickle.dumps((function(*arguments), None))
     except Exception as error:

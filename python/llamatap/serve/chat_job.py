@@ -15,7 +15,7 @@ from llamatap.serve.worker import ModelWorker
 
 __all__ = ["ChatJob"]
 
-# What is said by other fields of a request, and what Python itself calls an object.
+# Variables that other fields of a request set, and Python's own name of an object (self).
 _TAKEN = frozenset(("messages", "add_generation_prompt", "template", "self"))
 
 # transformers' own, which some templates look for.

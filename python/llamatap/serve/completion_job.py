@@ -39,7 +39,7 @@ class CompletionJob(TextJob):
             raise ApiError.invalid(
                 "max_tokens is 0, so nothing would be in the answer: ask for echo or prompt_logprobs as well"
             )
-        #: Of the streamed texts, what their tokens came to so far.
+        #: Streamed texts so far, decoded from their tokens.
         self._streams: dict[int, TextStream] = {}
         self._opened: set[int] = set()
         #: Of those that have begun with their prompts, the characters of these.
@@ -151,7 +151,7 @@ class CompletionJob(TextJob):
         """Log-probabilities of the most likely tokens and of the token itself, by their texts."""
         found: dict[str, float] = {}
         for token, logprob in (*one.top[: self.body.logprobs], (one.token, one.logprob)):
-            # Of tokens with the same text the most likely one.
+            # Among tokens with the same text, keep the most likely one.
             found.setdefault(self._spelled(token), finite(logprob))
         return found
 

@@ -91,7 +91,7 @@ async def _answer(request: Request, server: Server, job: TextJob) -> Response:
             events = job.events()
             return await anext(events), events
 
-        # What is wrong with the request shows before the first event, and is a status then.
+        # Errors of the request are raised before the first event, so they become a status.
         first, events = await unless_gone(request, begin())
         return _EventStream(job, first, events)
 

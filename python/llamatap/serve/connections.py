@@ -259,7 +259,7 @@ class Connection(H11Protocol):
     def refuse(self, error: ApiError) -> None:
         """Close the connection; a request that was begun is answered with an error."""
         if self.cycle is not None:
-            # What the app says now comes too late.
+            # Answers of the app are too late from here on.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         asked = self._phase == "body" or self.conn.trailing_data[0] or self.conn.their_state is h11.ERROR

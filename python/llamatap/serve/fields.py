@@ -20,7 +20,7 @@ _MOST_BIASES = 1024
 
 
 def _few(value: Any) -> Any:
-    # Of objects all mistakes are found, not the first one.
+    # pydantic would report each entry of a large object, not the first mistake alone.
     if isinstance(value, dict) and len(value) > _MOST_BIASES:
         raise PydanticCustomError("too_many", f"more than {_MOST_BIASES} tokens")
     return value
@@ -38,7 +38,7 @@ Biases: TypeAlias = Annotated[
 
 
 def _kind(value: Any) -> str | None:
-    """Which kind of prompts these are meant to be, by the first of them."""
+    """The kind of the prompts, by the type of the first one: "text", "texts", "ids", "lists", or None."""
     if isinstance(value, str):
         return "text"
     if not isinstance(value, list):

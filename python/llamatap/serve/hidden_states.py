@@ -322,7 +322,7 @@ class _Work:
         for i, (states, array) in enumerate(zip(found, arrays, strict=True)):
             data.append(({} if self.single else {"index": i}) | self._entry(states, array))
             fragments.append((data[-1], "hidden_states", encode(array)))
-        # Of a single one its entry is the answer.
+        # For a single input its entry is the answer.
         content = data[0] if self.single else {"data": data}
         content |= fields
         return PiecewiseResponse(json_pieces(content, fragments), "application/json")

@@ -12,7 +12,8 @@ from llamatap.serve.errors import ApiError, error_response
 
 __all__ = ["ApiKey", "BodyLimit", "HostCheck", "JsonOnly", "OneLength", "is_loopback"]
 
-#: What tells nothing of the models: a load balancer, and a browser that is yet to ask for the key.
+#: Paths without a key, which tell nothing of the models: for load balancers, and browsers that have yet to
+#: ask for the key.
 _OPEN = frozenset(("/", "/health"))
 
 
@@ -113,15 +114,15 @@ class OneLength:
                     "a request has Content-Length or Transfer-Encoding, not both", "invalid_http"
                 )
                 response = error_response(error)
-                # What follows may be meant as another request.
+                # The rest of the body could be read as another request.
                 response.headers["Connection"] = "close"
                 await response(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
 
-# Of lists and objects, and of commas, which stand between all else. They are read on the event loop; texts of
-# program code have fewer brackets than this.
+# The most brackets (of lists and objects) and commas (between entries) of a body. It is read on the
+# event loop; texts of program code have fewer brackets than this.
 _MOST_BRACKETS = 2**18
 _MOST_COMMAS = 2**20
 

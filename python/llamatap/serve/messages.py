@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 
 __all__ = ["unreadable_body", "validation_message"]
 
-# Of pydantic's kinds of problems, what is put better.
+# Better messages for some of pydantic's kinds of problems.
 _SAID = {"finite_number": "must be a finite number", "model_attributes_type": "must be an object"}
 
 
@@ -48,7 +48,7 @@ def validation_message(error: RequestValidationError) -> str:
             found.append((where, f"{where} {said}; leave it out"))
         else:
             found.append((where, f"{where}: {said}"))
-    # Of a field that may be of several types the mistake is where one of them fits best.
+    # In a field of several types the mistake is in the type that fits best.
     deepest = [
         said
         for where, said in found

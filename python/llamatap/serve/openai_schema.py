@@ -88,7 +88,7 @@ class Sampling(Body):
         description="of return_hidden_states, as transformers counts the architecture; default -1: normed, "
         "of the last block",
     )
-    # What changes nothing here.
+    # Accepted without effect.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -128,7 +128,7 @@ class TextPart(Body):
     text: str
 
 
-#: Of messages, in OpenAI's API.
+#: Roles of messages in OpenAI's API.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 

@@ -119,7 +119,7 @@ class ServerOptions:
 
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?/?")
 
-# What browsers leave out.
+# Ports that browsers leave out of an origin.
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
 
 

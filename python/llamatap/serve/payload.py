@@ -33,10 +33,10 @@ __all__ = [
 
 Encoding = Literal["float", "base64", "safetensors"]
 
-# Of a piece of a body.
+# Bytes of one piece of a body.
 _SENT_BYTES = 2**18
 
-# Of a list that is encoded in pieces.
+# Items of one piece of a list that is encoded in pieces.
 _PIECE_ITEMS = 256
 
 # Divisible by 3, so that the pieces of base64 join without padding between them.

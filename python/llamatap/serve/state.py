@@ -22,7 +22,7 @@ from llamatap.serve.worker import ModelWorker
 
 __all__ = ["Server", "server_of"]
 
-# Of a token, on average. Longer texts are not tokenised in vain.
+# The most characters per token, on average: longer texts cannot fit and are not tokenised.
 _MOST_CHARACTERS = 16
 _FEWEST_CHARACTERS = 2**16
 

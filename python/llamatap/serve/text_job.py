@@ -27,8 +27,8 @@ from llamatap.serve.worker import ModelWorker
 
 __all__ = ["TextJob", "finite"]
 
-# Of a token among the log-probabilities of a prompt, from its computation until it is sent: itself, its text,
-# and the JSON of both.
+# Bytes of one token among the log-probabilities of a prompt, from computation until sent: the entry, its
+# text, and the JSON of both.
 _LOGPROB_BYTES = 400
 
 _FINISH = {"stop": "stop", "length": "length", "context": "length", "cancelled": "length"}
@@ -54,7 +54,7 @@ class TextJob(ABC):
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.n = body.n or 1
-        #: What the request gave, and its tokens; after :meth:`prepare`.
+        #: Prompts as the request gave them, and their tokens; after :meth:`prepare`.
         self.given: list[str | Sequence[int]] = []
         self.prompts: list[NDArray[np.int32]] = []
         self.layer: LayerId | None = None
@@ -213,7 +213,7 @@ class TextJob(ABC):
         texts = [(prompt, self._options(prompt, number)) for number, prompt in enumerate(prompts)]
         return self.worker.generate(texts, streamed=bool(self.body.stream))
 
-    # What is sent.
+    # Responses.
 
     def frame(self, choices: list[dict[str, Any]], *, whole: bool = False) -> dict[str, Any]:
         """A response, or a chunk of one."""

@@ -51,7 +51,7 @@ class VerifierFiles:
 
     def __init__(self, options: VerifierOptions) -> None:
         self.options = options
-        # What is handed to clients must not depend on the working folder.
+        # Absolute: paths handed to clients must not depend on the working folder.
         self.folder = options.folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         if not os.access(self.folder, os.W_OK | os.X_OK):

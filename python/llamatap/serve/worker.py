@@ -42,7 +42,7 @@ __all__ = ["Extraction", "ModelWorker"]
 
 _logger = logging.getLogger("llamatap.serve")
 
-# What one turn computes: one pass of the engine, so that texts get their round and clients that went away
+# Limits of one turn: one pass of the engine, so that generation gets its rounds and clients that went away
 # cost no more than that. A longer prompt has a turn of its own.
 _MOST_TOKENS = 512
 _MOST_PROMPTS = 64

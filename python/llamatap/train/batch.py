@@ -15,7 +15,7 @@ from llamatap.train.buffer import Sample
 
 __all__ = ["Pairing", "TrainingBatch", "trainable", "training_batch", "window"]
 
-#: Which token goes with the state h[t]. "eagle": the next one, token[t+1], as the engine and EAGLE's own code
+#: The token paired with the state h[t]. "eagle": the next one, token[t+1], as the engine and EAGLE's own code
 #: pair them (llama.cpp, speculators, SpecForge). "verl": its own, token[t], as the co-training of verl does.
 Pairing = Literal["eagle", "verl"]
 
@@ -45,9 +45,9 @@ class TrainingBatch(TypedDict):
 
 
 def window(sample: Sample, max_len: int = 512) -> tuple[int, int]:
-    """Which part of a sample is trained on: from the first token of the response on where that fits, the end
-    of a response that is longer, and the last tokens where there is no response. It is ``max_len`` tokens
-    long, or all of the sample.
+    """The part of a sample that is trained on: ``max_len`` tokens, or the whole sample if that is shorter. It
+    starts at the first token of the response where that fits; a longer response gives its end, and a sample
+    without a response its last tokens.
 
     :returns: (start, stop): 2,048 tokens of which the last 548 are the response give (1536, 2048).
     """
@@ -136,8 +136,8 @@ def training_batch(
 
 
 def _columns(samples: Sequence[Sample], parts: Sequence[slice]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """What a drafter is given, ``(L, D)``, and what it is to give, ``(L, n_embd)``: not the same memory,
-    since trainers add noise to the former in place."""
+    """Inputs ``(L, D)`` and targets ``(L, n_embd)`` of a drafter. They share no memory: trainers add noise to
+    the inputs in place."""
     arrays = [np.asarray(sample.hidden_states) for sample in samples]
     kinds = {
         (one.layers, array.shape[1:], str(array.dtype)) for one, array in zip(samples, arrays, strict=True)

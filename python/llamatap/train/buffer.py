@@ -140,7 +140,7 @@ class DataBuffer:
             neither ``"norm"`` nor H_n.
         """
         instance("generation", generation, Generation)
-        # Which is a copy already.
+        # whole_states has copied already.
         self._add(*whole_states(generation, self._dtype), copy=False)
 
     def add_states(self, states: States, loss_mask: Any = None) -> None:
@@ -240,7 +240,7 @@ class DataBuffer:
             return f"DataBuffer({len(self._samples)} of {self.max_size} samples, step {self._step})"
 
 
-#: What a batch may have besides its input_ids.
+#: Optional keys of a batch, besides input_ids.
 _COLUMNS = ("attention_mask", "loss_mask", "responses", "prompts")
 
 
@@ -261,13 +261,13 @@ def _checked_layers(layers: Sequence[LayerId], n_layer: int | None) -> tuple[Lay
 
 
 def _array(value: Any) -> NDArray[Any]:
-    """What is given as NumPy knows it; a PyTorch tensor comes to the CPU first."""
+    """A value as a NumPy array; a PyTorch tensor is moved to the CPU first."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.Tensor):
         return np.asarray(value)
     tensor = value.detach().cpu()
     if tensor.dtype == torch.bfloat16:
-        # Which NumPy does not know by itself.
+        # NumPy has no bfloat16 of its own.
         bits: NDArray[Any] = tensor.contiguous().view(torch.int16).numpy()
         return bits.view(DTYPES["bfloat16"])
     array: NDArray[Any] = tensor.numpy()

@@ -1,4 +1,4 @@
-"""What co-training is set up with."""
+"""Options of co-training."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ class TrainOptions:
         return (buffer.step + 1) % self.training_interval_steps == 0
 
     def samples(self, buffer: DataBuffer) -> list[Sample]:
-        """What one training has to learn from: of the last ``buffer_steps`` steps, oldest first; where states
-        are not kept over the steps, of the current one.
+        """The samples of one training: of the last ``buffer_steps`` steps, oldest first; where the buffer
+        keeps no states over the steps, of the current one.
 
         :raises InvalidInputError: there is nothing to train on, with the numbers of samples by reason.
         """

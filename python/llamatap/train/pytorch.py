@@ -50,8 +50,8 @@ class BufferDataset(IterableDataset):  # type: ignore[misc]  # PyTorch may be ab
 
 
 def collate(options: TrainOptions) -> Callable[[Iterable[Sample]], dict[str, torch.Tensor]]:
-    """What makes tensors of samples, for ``DataLoader(collate_fn=)``: those of :class:`TrainingBatch`, with
-    its names, shapes and dtypes.
+    """A function from samples to tensors, for ``DataLoader(collate_fn=)``: the arrays of
+    :class:`TrainingBatch`, with its names, shapes and dtypes.
 
     :raises InvalidInputError: from the function, as of :func:`training_batch`.
     """
@@ -101,6 +101,6 @@ def eagle_loss(
 
 
 def _dtype_of(head: object) -> torch.dtype | None:
-    """Of a module's weights."""
+    """The dtype of a module's first floating-point weight; None if it has none."""
     parameters = head.parameters() if isinstance(head, torch.nn.Module) else ()
     return next((one.dtype for one in parameters if one.is_floating_point()), None)

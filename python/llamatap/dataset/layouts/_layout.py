@@ -1,4 +1,4 @@
-"""What every layout of a data set's files does."""
+"""Base class of the file layouts of a data set."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Layout(ABC):
 
     #: As ``--layout`` names it.
     name: ClassVar[str]
-    #: What the last column is of a model with n blocks: H_n, or norm(H_n).
+    #: Whether the last column is norm(H_n) rather than H_n, for a model with n blocks.
     last_is_norm: ClassVar[bool] = False
-    #: What is to be installed for it.
+    #: Packages that must be installed for it.
     needs: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
@@ -73,7 +73,7 @@ class Layout(ABC):
 
     @abstractmethod
     def written(self) -> NDArray[np.bool_]:
-        """Which samples are there, whole: bool ``(n_samples,)``."""
+        """Mask of the samples that are completely written: bool ``(n_samples,)``."""
 
     @abstractmethod
     def write(self, index: int, states: NDArray[Any]) -> None:

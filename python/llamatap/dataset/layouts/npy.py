@@ -73,7 +73,7 @@ class NpyLayout(Layout):
             path = self._path(layer)
             if path.exists() and path.stat().st_size == self._file_bytes():
                 continue
-            # What was marked is not there.
+            # Marks left over are stale: the rows that they mark are not there.
             self._marks.unlink(missing_ok=True)
             with atomic_path(path) as scratch, scratch.open("wb") as file:
                 file.write(self._header())
