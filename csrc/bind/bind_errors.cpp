@@ -1,3 +1,5 @@
+#include <new>
+
 #include "bind/bind.hpp"
 #include "engine/error.hpp"
 
@@ -11,6 +13,9 @@ void register_errors(py::module_&) {
       // The classes are Python, where people read them; each C++ error knows its own.
       const auto errors = py::module_::import("llamatap.errors");
       py::set_error(errors.attr(error.python_name()), to_str(error.what()));
+    } catch (const std::bad_alloc&) {
+      const auto errors = py::module_::import("llamatap.errors");
+      py::set_error(errors.attr("OutOfMemoryError"), "the system gives this process no more memory");
     } catch (const Interrupted&) {
       py::set_error(PyExc_KeyboardInterrupt, "interrupted");
     }

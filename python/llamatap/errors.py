@@ -52,7 +52,8 @@ class ContextFullError(Error, MemoryError):
 
 
 class OutOfMemoryError(Error, MemoryError):
-    """It would take more memory than there is: the message gives both numbers. Nothing was allocated."""
+    """It would take more memory than there is. Nothing was allocated; the message gives both numbers, where it
+    was not the system itself that refused."""
 
 
 class BusyError(Error, RuntimeError):

@@ -394,7 +394,7 @@ def test_sizes_that_no_machine_has(tiny_model: lt.Model) -> None:
         tiny_model.context(n_ctx=2**31 - 1)
     with pytest.raises(MemoryError):
         lt.extract(tiny_model, [5] * 4000, [1] * 10**6)
-    with pytest.raises(MemoryError):
+    with pytest.raises(llamatap.OutOfMemoryError):
         _core.allocate((2**62, 2**62), "float32")
     huge = {"n_batch": 2**31 - 1, "n_ubatch": 2**31 - 1, "n_outputs_max": 2**31 - 1}
     with tiny_model.context(n_ctx=256, n_threads=1, **huge) as context:

@@ -393,6 +393,9 @@ def test_an_encoder_needs_no_memory_for_texts(tmp_path: Path) -> None:
         assert server.states(input=[5, 6, 7])["shape"] == [3, 64]
 
 
+@pytest.mark.skipif(
+    bool(_core.build_info()["sanitize"]), reason="AddressSanitizer keeps what was freed, and address space"
+)
 def test_a_limit_of_the_process_itself(tiny_path: Path) -> None:
     """Not a figure that is made up: of address space the process gets 1 GiB more."""
     code = f"""
