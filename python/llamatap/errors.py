@@ -52,8 +52,8 @@ class ContextFullError(Error, MemoryError):
 
 
 class OutOfMemoryError(Error, MemoryError):
-    """It would take more memory than there is. Nothing was allocated; the message gives both numbers, where it
-    was not the system itself that refused."""
+    """It would take more memory than there is. Nothing was allocated. The message gives both numbers, unless
+    the system itself refused."""
 
 
 class BusyError(Error, RuntimeError):
