@@ -29,6 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (Error, OSError) as error:
         print(f"llamatap: {error}", file=sys.stderr)
         return 1
+    except MemoryError as error:
+        print(f"llamatap: out of memory{f': {error}' if str(error) else ''}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     return status

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import operator
+import os
+import reprlib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -12,7 +15,32 @@ from numpy.typing import NDArray
 
 from llamatap.errors import InvalidInputError
 
-__all__ = ["NotCopied", "flag", "instance", "integer", "number", "separate"]
+__all__ = ["NotCopied", "flag", "instance", "integer", "number", "path", "separate", "shown"]
+
+
+class _Repr(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 120
+        self.maxlong = 60
+
+    def repr_int(self, x: int, level: int) -> str:
+        try:
+            return super().repr_int(x, level)
+        except ValueError:
+            # Python writes no integer of more than some thousand digits.
+            return f"<an integer of {x.bit_length()} bits>"
+
+
+_REPR = _Repr()
+
+
+def shown(value: object) -> str:
+    """`value` as a message of an error has it: its repr, cut short where it is long."""
+    try:
+        return _REPR.repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
 
 
 def integer(name: str, value: object, low: int = -(2**31), high: int = 2**31 - 1) -> int:
@@ -22,10 +50,10 @@ def integer(name: str, value: object, low: int = -(2**31), high: int = 2**31 - 1
             raise TypeError
         found = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise InvalidInputError(f"{name} must be an integer, not {value!r}") from None
+        raise InvalidInputError(f"{name} must be an integer, not {shown(value)}") from None
     if not low <= found <= high:
         top = "2**31-1" if high == 2**31 - 1 else str(high)
-        raise InvalidInputError(f"{name} must be in {low}..{top}, not {found}")
+        raise InvalidInputError(f"{name} must be in {low}..{top}, not {shown(found)}")
     return found
 
 
@@ -36,13 +64,13 @@ def number(name: str, value: object) -> float:
             raise TypeError
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
-        raise InvalidInputError(f"{name} must be a number, not {value!r}") from None
+        raise InvalidInputError(f"{name} must be a number, not {shown(value)}") from None
 
 
 def flag(name: str, value: object) -> bool:
     """`value` as a bool: a text such as "no" would count as true."""
     if not isinstance(value, (bool, np.bool_)):
-        raise InvalidInputError(f"{name} must be True or False, not {value!r}")
+        raise InvalidInputError(f"{name} must be True or False, not {shown(value)}")
     return bool(value)
 
 
@@ -50,6 +78,16 @@ def instance(name: str, value: object, kind: type) -> None:
     """`value` is a `kind`."""
     if not isinstance(value, kind):
         raise InvalidInputError(f"{name} must be a {kind.__name__}, not {type(value).__name__}")
+
+
+def path(name: str, value: object) -> Path:
+    """`value`, a str or an os.PathLike of one, as a path."""
+    try:
+        if isinstance(value, (str, os.PathLike)):
+            return Path(value)
+    except TypeError:
+        pass
+    raise InvalidInputError(f"{name} must be a str or a path, not {type(value).__name__}")
 
 
 def separate(name: str, arrays: Iterable[tuple[int, NDArray[Any]]]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llamatap._check import shown
 from llamatap.errors import InvalidInputError
 
 __all__ = ["CALLS", "SAID", "THOUGHTS", "history"]
@@ -51,7 +52,7 @@ def history(
     """The messages in the form that a template reads.
 
     :param render: renders messages by a template, with tools; it raises InvalidInputError.
-    :raises InvalidInputError: there are no messages, or one says nothing.
+    :raises InvalidInputError: there are no messages, one says nothing, or has calls that are none.
     """
     if not messages:
         raise InvalidInputError('messages is empty: give at least one {"role": ..., "content": ...}')
@@ -64,6 +65,7 @@ def _read(
     message: Mapping[str, Any],
     render: Callable[[str, Sequence[Mapping[str, Any]]], str],
 ) -> Mapping[str, Any]:
+    _check_calls(index, message)
     calls = next((name for name in CALLS if message.get(name)), None)
     if message.get("content") is not None and calls is None:
         return message
@@ -71,7 +73,7 @@ def _read(
     if found.get("content") is None:
         if not any(value for name, value in message.items() if name not in ("role", "name")):
             raise InvalidInputError(
-                f"message {index} says nothing: expected a content, found {message!r:.80}"
+                f"message {index} says nothing: expected a content, found {shown(message):.80}"
             )
         # Those of other roles may have their say in fields of their own.
         if "content" in found or found.get("role") in ("assistant", "tool"):
@@ -83,6 +85,35 @@ def _read(
         if reads.mapping != reads.text:
             found["tool_calls"] = [_call(call, reads) for call in found["tool_calls"]]
     return found
+
+
+def _check_calls(index: int, message: Mapping[str, Any]) -> None:
+    """The calls of a message are calls; null and empty ones are none.
+
+    :raises InvalidInputError: they are something else.
+    """
+    several, single = message.get("tool_calls"), message.get("function_call")
+    if isinstance(several, (list, tuple)):
+        calls = list(several)
+    else:
+        # Templates would leave it out, or fail.
+        calls = [] if several is None or (isinstance(several, str) and not several) else [None]
+    if not all(_is_call(call) for call in calls):
+        raise InvalidInputError(
+            f"message {index}: tool_calls must be a list of calls, each "
+            '{"type": "function", "function": {"name": ..., "arguments": ...}}, '
+            f"not {shown(several)}"
+        )
+    if single is not None and not _is_call(single):
+        raise InvalidInputError(
+            f'message {index}: function_call must be {{"name": ..., "arguments": ...}}, not {shown(single)}'
+        )
+
+
+def _is_call(call: Any) -> bool:
+    # Some data sets have the function itself in place of the call.
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
 
 def _call(call: Any, reads: _Calls) -> Any:

@@ -53,8 +53,15 @@ def to_metadata(fields: Mapping[str, Any]) -> dict[str, str]:
 def from_metadata(metadata: Mapping[str, str]) -> dict[str, Any]:
     """Read the fields that :func:`to_metadata` wrote.
 
-    :raises ValueError: what should be JSON is none.
+    :raises ValueError: what should be JSON is none, or is nested too deeply.
     """
+    try:
+        return _read(metadata)
+    except RecursionError:
+        raise ValueError("its metadata is nested too deeply") from None
+
+
+def _read(metadata: Mapping[str, str]) -> dict[str, Any]:
     listed = metadata.get(JSON_KEYS)
     are_json = _ALWAYS_JSON if listed is None else frozenset(json.loads(listed))
     return {

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamatap import layers as layer_ids
-from llamatap._check import flag, integer
+from llamatap._check import flag, integer, shown
 from llamatap._sequence import Options, Prompt
 from llamatap._text import TextStream
 from llamatap.context import Context
@@ -65,7 +65,7 @@ def checked_options(
     :raises InvalidInputError: one is wrong.
     """
     if states is not None and not (isinstance(states, str) and states in ("last", "full")):
-        raise InvalidInputError(f"states must be 'last', 'full' or None, not {states!r}")
+        raise InvalidInputError(f"states must be 'last', 'full' or None, not {shown(states)}")
     # max_tokens=0 generates nothing: something of the prompt must be wanted.
     fewest = 0 if prompt_logprobs is not None or flag("prompt_states", prompt_states) else 1
     options = Options(
@@ -82,7 +82,7 @@ def checked_options(
         flag("rejection", rejection),
     )
     if on_states is not None and not callable(on_states):
-        raise InvalidInputError(f"on_states must be a function of a Generation, not {on_states!r}")
+        raise InvalidInputError(f"on_states must be a function of a Generation, not {shown(on_states)}")
     for name, value in (
         ("layers= says which states to give", layers),
         ("on_states= takes states", on_states),
@@ -136,17 +136,19 @@ _PENALTIES = {"repeat_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty
 
 def _strings(name: str, values: str | Iterable[str]) -> tuple[str, ...]:
     if not isinstance(values, Iterable):
-        raise InvalidInputError(f"{name} must be a str or a list of them, not {values!r}")
+        raise InvalidInputError(f"{name} must be a str or a list of them, not {shown(values)}")
     found = (values,) if isinstance(values, str) else tuple(values)
     for value in found:
         if not isinstance(value, str) or not value:
-            raise InvalidInputError(f"{name} must be a str or a list of them, none empty; found {value!r}")
+            raise InvalidInputError(
+                f"{name} must be a str or a list of them, none empty; found {shown(value)}"
+            )
     return found
 
 
 def _stop_tokens(model: Model, tokens: Iterable[int]) -> tuple[int, ...]:
     if not isinstance(tokens, Iterable) or isinstance(tokens, (str, bytes)):
-        raise InvalidInputError(f"stop_tokens must be a list of token ids, not {tokens!r}")
+        raise InvalidInputError(f"stop_tokens must be a list of token ids, not {shown(tokens)}")
     return tuple(integer("a stop token", token, 0, model.n_vocab - 1) for token in tokens)
 
 

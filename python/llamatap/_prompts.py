@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from llamatap._check import shown
 from llamatap.errors import InvalidInputError
 from llamatap.model import Model, token_array
 from llamatap.states import dtype_name
@@ -133,10 +134,10 @@ def bounds(window: Window | None, length: int) -> tuple[int, int]:
         begin, end, _ = slice(start, stop).indices(length)
     except (TypeError, ValueError):
         raise InvalidInputError(
-            f"a window is a pair (start, stop) of integers or None, not {window!r}"
+            f"a window is a pair (start, stop) of integers or None, not {shown(window)}"
         ) from None
     if begin >= end:
-        raise InvalidInputError(f"window {window} holds no position of a prompt of {length} tokens")
+        raise InvalidInputError(f"window {shown(window)} holds no position of a prompt of {length} tokens")
     return begin, end
 
 
@@ -157,4 +158,4 @@ def parse_window(name: str, text: str) -> Window:
             raise ValueError
         return (int(start) if start else None, int(stop) if stop else None)
     except ValueError:
-        raise InvalidInputError(f"{name}: expected START:STOP, found {text!r}") from None
+        raise InvalidInputError(f"{name}: expected START:STOP, found {shown(text)}") from None

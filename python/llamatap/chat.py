@@ -5,10 +5,10 @@ from __future__ import annotations
 import datetime
 import functools
 import json
-import reprlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from llamatap._check import shown
 from llamatap._history import history
 from llamatap.errors import InvalidInputError
 
@@ -127,7 +127,7 @@ def read(template: str, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[s
     """
     if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
         raise InvalidInputError(
-            f'messages must be a list of {{"role": ..., "content": ...}}, not {reprlib.repr(messages)}'
+            f'messages must be a list of {{"role": ..., "content": ...}}, not {shown(messages)}'
         )
     try:
         return history(template, messages, _with_tools)

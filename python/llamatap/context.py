@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from llamatap import _limits, _saved
 from llamatap import layers as layer_ids
-from llamatap._check import NotCopied, flag, instance, integer
+from llamatap._check import NotCopied, flag, instance, integer, shown
 from llamatap._closing import Closing
 from llamatap._native import _core, default_threads, flush_log, usable_cpus, within_quota
 from llamatap.errors import BusyError, ClosedError, InvalidInputError
@@ -498,7 +498,7 @@ class Context(Closing):
         batch, so that it costs no output head on all rows.
         """
         if not isinstance(rows, str) or rows not in ("all", "outputs"):
-            raise InvalidInputError(f"rows must be 'all' or 'outputs', not {rows!r}")
+            raise InvalidInputError(f"rows must be 'all' or 'outputs', not {shown(rows)}")
         wanted = layer_ids.normalize(layers, self._n_layer)
         self.native  # noqa: B018  raises when closed
         return Tap(self, wanted, rows, dtype_name(dtype))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from llamatap._check import NotCopied, instance, integer
+from llamatap._check import NotCopied, instance, integer, shown
 from llamatap._native import _core, flush_log
 from llamatap.context import Batch
 from llamatap.draft_length import DraftLength
@@ -133,7 +133,7 @@ def longest_draft(n_max: object) -> int:
     if isinstance(n_max, str) and n_max == "auto":
         return AUTO_LONGEST
     if isinstance(n_max, str):
-        raise InvalidInputError(f'n_max must be an integer or "auto", not {n_max!r}')
+        raise InvalidInputError(f'n_max must be an integer or "auto", not {shown(n_max)}')
     return integer("n_max", n_max, 1, 1024)
 
 
@@ -164,7 +164,7 @@ def check_requests(requests: object) -> None:
     """
     if isinstance(requests, Mapping) and all(isinstance(one, DraftRequest) for one in requests.values()):
         return
-    raise InvalidInputError(f"requests must be a dict of DraftRequest by sequence id, not {requests!r}")
+    raise InvalidInputError(f"requests must be a dict of DraftRequest by sequence id, not {shown(requests)}")
 
 
 def checked_drafts(drafter: Drafter, requests: Mapping[int, DraftRequest]) -> dict[int, Draft]:
@@ -481,7 +481,7 @@ def as_drafter(drafter: object) -> Drafter | None:
         return DrafterChain(*[one for one in map(as_drafter, drafter) if one is not None])
     if isinstance(drafter, type) or not callable(drafter):
         raise InvalidInputError(
-            f"drafter must be a Drafter, a list of them, or a function of token ids, not {drafter!r}; "
+            f"drafter must be a Drafter, a list of them, or a function of token ids, not {shown(drafter)}; "
             "load_drafter(context, ...) makes one of a file, with the context that generate() is given"
         )
     return CallableDrafter(drafter)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from llamatap import layers as layer_ids
-from llamatap._check import instance, integer, separate
+from llamatap._check import instance, integer, separate, shown
 from llamatap._closing import Closing
 from llamatap._limits import require_memory
 from llamatap._native import _core, flush_log
@@ -78,7 +78,7 @@ class _Run:
         self.layers = layer_ids.normalize(layers, self.n_layer)
         self.slots = layer_ids.slots(self.layers, self.n_layer)
         if pool is not None and (not isinstance(pool, str) or pool not in ("mean", "last", "max")):
-            raise InvalidInputError(f"pool must be 'mean', 'last' or 'max', not {pool!r}")
+            raise InvalidInputError(f"pool must be 'mean', 'last' or 'max', not {shown(pool)}")
         self.pool = pool
         self.max_length = None if max_length is None else integer("max_length", max_length, 1)
         self.single = is_single(inputs)

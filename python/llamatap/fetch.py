@@ -10,6 +10,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from llamatap._check import shown
 from llamatap.cache import atomic_path, cache_folder, file_sha256, hash_file
 from llamatap.errors import Error, InvalidInputError
 
@@ -56,7 +57,7 @@ def fetch(name: str) -> Path:
     :raises FetchError: it cannot be downloaded, or is not what the pin says.
     """
     if name not in MODELS:
-        raise InvalidInputError(f"unknown model {name!r}; known are {', '.join(MODELS)}")
+        raise InvalidInputError(f"unknown model {shown(name)}; known are {', '.join(MODELS)}")
     model = MODELS[name]
     target = cache_folder() / "models" / model.file_name
     if target.is_file() and file_sha256(target) == model.sha256:

@@ -52,6 +52,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, SupportsIndex
 
+from llamatap._check import flag, instance, integer, shown
 from llamatap.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class Convention:
                 return "norm"
             known = 'an integer or "norm"' if self.name == "llamatap" else "an integer"
             raise InvalidInputError(
-                f"a layer id of {self.name} is {known}, not {layer!r}; all are range({last + 1})"
+                f"a layer id of {self.name} is {known}, not {shown(layer)}; all are range({last + 1})"
             )
         index = _index(layer, self.name)
         if self.negative and index < 0:
@@ -114,11 +115,12 @@ class Convention:
         if not 0 <= index <= last:
             low = f"{-last - 1}..{last}" if self.negative else f"0..{last}"
             raise InvalidInputError(
-                f"layer id {layer} is not in {low}, the ids of {self.name} for a model of {n_layer} blocks"
+                f"layer id {shown(layer)} is not in {low}, the ids of {self.name} for a model of {n_layer} "
+                "blocks"
             )
         if self.last_is_norm and index == last:
             return "norm"
-        self._check_named(f"layer id {layer} of {self.name}", index, n_layer)
+        self._check_named(f"layer id {shown(layer)} of {self.name}", index, n_layer)
         return index + self.offset
 
     def from_llamatap(self, layer: LayerId, n_layer: int) -> LayerId:
@@ -200,16 +202,20 @@ def _index(layer: SupportsIndex, name: str) -> int:
     except TypeError:
         pass
     known = 'an integer or "norm"' if name == "llamatap" else "an integer"
-    raise InvalidInputError(f"a layer id of {name} is {known}, not {layer!r}")
+    raise InvalidInputError(f"a layer id of {name} is {known}, not {shown(layer)}")
 
 
 def _convention(name: str, arch: str | None) -> Convention:
+    if not isinstance(name, str):
+        raise InvalidInputError(f"a convention is one of {', '.join(CONVENTIONS)}, not {shown(name)}")
     if name == "transformers" and arch in _OF_TRANSFORMERS:
         return _OF_TRANSFORMERS[arch]
     try:
         return CONVENTIONS[name]
     except KeyError:
-        raise InvalidInputError(f"unknown convention {name!r}; known are {', '.join(CONVENTIONS)}") from None
+        raise InvalidInputError(
+            f"unknown convention {shown(name)}; known are {', '.join(CONVENTIONS)}"
+        ) from None
 
 
 def translate(
@@ -231,19 +237,20 @@ def translate(
         has none, for its blocks end in norms: the last entry of transformers is H_n then.
     :param arch: the model's architecture as its file names it (``model.arch``): transformers counts some
         unlike Llama. None: as Llama.
-    :raises InvalidInputError: an unknown system, an id out of its range, or a state that the target
-        has no id for.
+    :raises InvalidInputError: an unknown system, an id out of its range, a state that the target
+        has no id for, or an argument of another type.
     """
-    if n_layer < 1:
-        raise InvalidInputError(f"n_layer must be at least 1, not {n_layer}")
+    n_layer = integer("n_layer", n_layer, 1)
+    final_norm = flag("final_norm", final_norm)
     if arch is not None and not isinstance(arch, str):
-        raise InvalidInputError(f"arch must be the name of an architecture, as model.arch, not {arch!r}")
+        raise InvalidInputError(f"arch must be the name of an architecture, as model.arch, not {shown(arch)}")
     reading, writing = _convention(source, arch), _convention(target, arch)
-    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
-        raise InvalidInputError(f"ids must be a list of layer ids, not {ids!r}")
+    # An array of no dimensions says that it is iterable, and is not.
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable) or getattr(ids, "ndim", 1) == 0:
+        raise InvalidInputError(f"ids must be a list of layer ids, not {shown(ids)}")
     ids = list(ids)
     if not final_norm or _convention("transformers", arch) is _NO_FINAL_NORM:
-        if "norm" in ids:
+        if any(isinstance(layer, str) and layer == "norm" for layer in ids):
             raise InvalidInputError('a model without a final norm has no layer "norm"')
         reading, writing = reading.without_norm(), writing.without_norm()
     return [writing.from_llamatap(reading.to_llamatap(k, n_layer), n_layer) for k in ids]
@@ -258,6 +265,9 @@ def translate_for(
     :raises InvalidInputError: as :func:`translate`.
     :raises UnsupportedError: the model carries no single residual stream.
     """
+    from llamatap.model import Model
+
+    instance("model", model, Model)
     has_norm = model.layer_map.has_norm
     return translate(
         ids, source=source, target=target, n_layer=model.n_layer, final_norm=has_norm, arch=model.arch
@@ -271,7 +281,7 @@ def normalize(layers: Iterable[LayerId] | LayerId, n_layer: int) -> tuple[LayerI
     :raises InvalidInputError: none given, or one out of range.
     """
     if isinstance(layers, (bytes, bytearray)):
-        raise InvalidInputError(f"layers must be layer ids, not {layers!r}")
+        raise InvalidInputError(f"layers must be layer ids, not {shown(layers)}")
     # An array of no dimensions says that it is iterable, and is not.
     if isinstance(layers, str) or not isinstance(layers, Iterable) or getattr(layers, "ndim", 1) == 0:
         layers = [layers]  # type: ignore[list-item]
@@ -292,6 +302,7 @@ def default_eagle3_layers(n_layer: int) -> list[int]:
 
     ``[2, n//2, n-3]``: vLLM's and llama.cpp's defaults, and what SpecForge calls ``[1, n//2-1, n-4]``.
     """
+    n_layer = integer("n_layer", n_layer, 1)
     if n_layer < 5:
         raise InvalidInputError(f"a model of {n_layer} blocks has no three such layers")
     return [2, n_layer // 2, n_layer - 3]

@@ -10,14 +10,14 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from llamatap import _limits, _unparsed, chat
-from llamatap._check import flag, integer
+from llamatap._check import flag, integer, shown
+from llamatap._check import path as checked_path
 from llamatap._closing import Closing
 from llamatap._files import ModelFiles
 from llamatap._native import _core, ensure_backends, flush_log
@@ -113,17 +113,15 @@ class Model(Closing):
         self._extractor: Extractor | None = None
         self._unparsed: dict[str, dict[str, int]] = {}
         self._lock = threading.Lock()
-        if not isinstance(path, (str, os.PathLike)):
-            raise InvalidInputError(f"path must be a str or a path, not {type(path).__name__}")
+        self.path = checked_path("path", path)
         if progress is not None and not callable(progress):
             raise InvalidInputError(f"progress must be callable, not {type(progress).__name__}")
         if weights is not None and not (isinstance(weights, str) and weights in ("f32", "f16", "bf16")):
-            raise InvalidInputError(f"weights must be 'f32', 'f16', 'bf16' or None, not {weights!r}")
+            raise InvalidInputError(f"weights must be 'f32', 'f16', 'bf16' or None, not {shown(weights)}")
         if weights is not None and flag("vocab_only", vocab_only):
             raise InvalidInputError("weights are not loaded with vocab_only=True; leave out weights=")
         #: The type that weights were converted to; None: they are as in the file.
         self.weights = weights
-        self.path = Path(path)
         try:
             status = self.path.stat()
         except FileNotFoundError:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llamatap._check import integer
+from llamatap._check import integer, number
+from llamatap._check import path as checked_path
 from llamatap.errors import Error, InvalidInputError
 
 __all__ = ["LayerProbe", "Probe", "probe"]
@@ -86,28 +87,30 @@ def probe(path: str | os.PathLike[str], *, timeout: float = 600.0, n_threads: in
 
     :param timeout: seconds until the child is given up.
     :param n_threads: of the engine; None for one a physical core, within the CPU quota.
-    :raises InvalidInputError: ``timeout`` is not above 0, or ``n_threads`` is no number of threads.
+    :raises InvalidInputError: ``path`` is no path, ``timeout`` is not above 0, or ``n_threads`` is no number
+        of threads.
     """
     # Importing them takes a while, and llamatap is imported more often than it probes.
     import signal
     import subprocess
     import tempfile
 
+    path = checked_path("path", path).absolute()
+    timeout = number("timeout", timeout)
     if not timeout > 0:
         raise InvalidInputError(f"timeout must be above 0 seconds, not {timeout}")
     threads = None if n_threads is None else integer("n_threads", n_threads, 1, 512)
-    path = Path(path).absolute()
     facts: dict[str, Any] = {}
     # Not by the standard output: whatever the child imports may print there (a sitecustomize).
     with tempfile.TemporaryFile() as results:
-        number = results.fileno()
+        descriptor = results.fileno()
         command = [
             sys.executable,
             "-c",
             _CHILD,
             json.dumps(sys.path),
             os.fspath(path),
-            str(number),
+            str(descriptor),
             json.dumps(threads),
         ]
         try:
@@ -116,7 +119,7 @@ def probe(path: str | os.PathLike[str], *, timeout: float = 600.0, n_threads: in
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                pass_fds=[number],
+                pass_fds=[descriptor],
                 timeout=timeout,
             )
             words, status = child.stderr, child.returncode

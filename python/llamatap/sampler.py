@@ -10,7 +10,7 @@ from typing import TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap._check import NotCopied, instance, integer, number
+from llamatap._check import NotCopied, instance, integer, number, shown
 from llamatap._native import _core
 from llamatap.context import Context
 from llamatap.errors import InvalidInputError
@@ -125,7 +125,7 @@ def _biases(model: Model, given: Mapping[int, float] | None) -> list[tuple[int, 
     if given is None:
         return []
     if not isinstance(given, Mapping):
-        raise InvalidInputError(f"logit_bias must map token ids to numbers, not be {given!r}")
+        raise InvalidInputError(f"logit_bias must map token ids to numbers, not be {shown(given)}")
     found = []
     for token, bias in given.items():
         index = integer("a token id of logit_bias", token, 0, model.n_vocab - 1)

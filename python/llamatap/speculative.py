@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from llamatap import _limits, _saved
-from llamatap._check import flag, instance, integer
+from llamatap._check import flag, instance, integer, shown
 from llamatap._closing import Closing
 from llamatap._native import _core, flush_log
 from llamatap.context import Context, Memory, thread_count
@@ -319,7 +319,7 @@ class SpeculativeContext(Closing):
         if isinstance(outputs, (bool, np.bool_)):
             outputs = [bool(outputs)] * n
         elif not isinstance(outputs, (Sequence, np.ndarray)) or isinstance(outputs, (str, bytes)):
-            raise InvalidInputError(f"outputs must be a bool or a list of them, not {outputs!r}")
+            raise InvalidInputError(f"outputs must be a bool or a list of them, not {shown(outputs)}")
         if isinstance(seqs, (int, np.integer)):
             seqs = np.full(n, integer("seqs", seqs), np.int32)
         rows = None if states is None else _float_rows("states", states)

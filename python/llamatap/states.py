@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from llamatap import layers as layer_ids
+from llamatap._check import flag, integer, shown
+from llamatap._check import path as checked_path
 from llamatap._files import ModelFiles
 from llamatap._metadata import JSON_KEYS, from_metadata, to_metadata
 from llamatap.cache import atomic_path
@@ -68,7 +70,7 @@ def dtype_name(dtype: DTypeLike | str, what: str = "dtype") -> str:
     for name, known in DTYPES.items():
         if found == known:
             return name
-    raise InvalidInputError(f"{what} must be float32, float16 or bfloat16, not {dtype!r}")
+    raise InvalidInputError(f"{what} must be float32, float16 or bfloat16, not {shown(dtype)}")
 
 
 def typed_view(array: NDArray[Any], name: str) -> NDArray[Any]:
@@ -202,7 +204,7 @@ class States:
         """
         (wanted,) = layer_ids.normalize([layer], self._n_layer)
         if wanted not in self.layers:
-            raise InvalidInputError(f"layer {layer!r} was not asked for; there are {list(self.layers)}")
+            raise InvalidInputError(f"layer {shown(layer)} was not asked for; there are {list(self.layers)}")
         column: NDArray[Any] = self.array[..., self.layers.index(wanted), :]
         return column
 
@@ -260,7 +262,8 @@ class States:
         """
         from safetensors import SafetensorError, safe_open
 
-        if not Path(path).is_file():
+        path = checked_path("path", path)
+        if not path.is_file():
             raise FileNotFoundError(f"no such file: {path}")
         try:
             with safe_open(path, framework="np") as file:
@@ -272,24 +275,31 @@ class States:
                 tensors = {name: file.get_tensor(name) for name in names if name in _TENSORS}
                 found = from_metadata(file.metadata() or {})
             return cls._of_file(tensors, found)
-        except (SafetensorError, KeyError, AttributeError, TypeError, ValueError) as error:
+        except (SafetensorError, KeyError, AttributeError, TypeError, ValueError, OverflowError) as error:
             raise InvalidInputError(f"{path} holds no states of llamatap: {error}") from error
 
     @classmethod
     def _of_file(cls, tensors: Mapping[str, NDArray[Any]], fields: dict[str, Any]) -> States:
         """Make states of a file's tensors and metadata.
 
-        :raises KeyError, ValueError, TypeError, AttributeError: it is no file of states.
+        :raises KeyError, ValueError, TypeError, AttributeError, OverflowError: it is no file of states.
         """
         if "provenance" in fields:
             # The server's: beside it, layers are numbered as the request had them.
             fields = {key: fields[key] for key in _OF_BODIES if key in fields} | fields["provenance"]
         if missing := {"layers", "n_layer", "n_embd"} - fields.keys():
             raise ValueError(f"its metadata has no {', '.join(sorted(missing))}")
+        n_layer, n_embd = integer("n_layer", fields["n_layer"], 1), integer("n_embd", fields["n_embd"], 1)
+        layers = fields["layers"]
+        # Negative ids are written as those that they stand for.
+        if not isinstance(layers, list) or list(layer_ids.normalize(layers, n_layer)) != layers:
+            raise ValueError(f'layers must be a list of ids in 0..{n_layer} or "norm", not {shown(layers)}')
+        flag("truncated", fields.get("truncated", False))
         names = [name for name in ("hidden_states", "prompt_embeds") if name in tensors]
         if not names:
             raise ValueError("it has neither hidden_states nor prompt_embeds")
         array = tensors[names[0]]
+        dtype_name(array.dtype, f"the dtype of {names[0]}")
         # Image pipelines have no use for the ids: `llamatap encode` writes them to the metadata.
         of_pipeline = names[0] == "prompt_embeds"
         ids = fields.pop("token_ids") if of_pipeline else tensors.get("tokens", tensors.get("token_ids"))
@@ -297,14 +307,14 @@ class States:
         if not np.array_equal(tokens, np.asarray(ids)):
             raise ValueError("its tokens are no ids")
         rows = () if fields.get("pooling") else (len(tokens),)
-        expected = (*rows, len(fields["layers"]), fields["n_embd"])
+        expected = (*rows, len(layers), n_embd)
         # A file of one layer may lack the axis of layers.
-        shapes = (expected, (*rows, fields["n_embd"])) if len(fields["layers"]) == 1 else (expected,)
+        shapes = (expected, (*rows, n_embd)) if len(layers) == 1 else (expected,)
         if array.shape not in shapes or tokens.ndim != 1:
             raise ValueError(f"{names[0]} of {array.shape}, where the metadata tells of {expected}")
         array = array.reshape(expected)
         array.flags.writeable = tokens.flags.writeable = False
-        states = cls(array, tokens, fields["layers"], n_layer=fields["n_layer"])
+        states = cls(array, tokens, layers, n_layer=n_layer)
         states._details = {key: value for key, value in fields.items() if key not in _OF_ARRAYS}
         states._details.setdefault("model_sha256", None)
         return states

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import llamatap as lt
@@ -147,3 +148,37 @@ def test_what_is_given_is_not_changed() -> None:
     copy = json.loads(json.dumps(messages))
     chat.render("{{ messages[1].tool_calls[0].function.arguments.argone }}", messages)
     assert messages == copy
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        "x",
+        -1,
+        float("nan"),
+        b"1",
+        {"function": {"name": "f"}},
+        [5],
+        [{"function": 5}],
+        [{}],
+        np.array([1, 2]),
+    ],
+    ids=repr,
+)
+def test_calls_that_are_none_are_refused(calls: Any) -> None:
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    messages = [{"role": "user", "content": "Hi"}]
+    for content in (None, "", "Yes."):
+        said = {"role": "assistant", "content": content, "tool_calls": calls}
+        with pytest.raises(lt.InvalidInputError, match="message 1: tool_calls must be a list of calls"):
+            chat.read(template, [*messages, said])
+    single = {"role": "assistant", "content": None, "function_call": calls}
+    if not isinstance(calls, dict):
+        with pytest.raises(lt.InvalidInputError, match="message 1: function_call must be"):
+            chat.read(template, [*messages, single])
+
+
+@pytest.mark.parametrize("calls", [None, [], (), ""], ids=repr)
+def test_no_calls_are_none(calls: Any) -> None:
+    message = {"role": "assistant", "content": "Yes.", "tool_calls": calls}
+    assert chat.read("{{ messages }}", [message]) == [message]

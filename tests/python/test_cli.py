@@ -398,3 +398,31 @@ def test_threads(
         with pytest.raises(SystemExit):
             main([*arguments, "--threads", wrong])
         assert "--threads" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["extract", "dataset"])
+@pytest.mark.parametrize(
+    "layers", ["0..99999999999", "-99999999999..0", "0..90000,0..90000", "9" * 5000, "0.." + "9" * 5000]
+)
+def test_layers_are_not_written_out_before_they_are_checked(
+    command: str, layers: str, tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = ["--text", "ab"] if command == "extract" else [str(tmp_path / "rows.jsonl")]
+    (tmp_path / "rows.jsonl").write_text('{"text": "ab"}\n')
+    arguments = [command, str(tiny_path), *source, "--layers", layers, "-o", str(tmp_path / "out")]
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert "--layers" in error
+    assert len(error.splitlines()) == 1
+    assert len(error) < 400
+
+
+def test_memory_that_is_not_there_is_one_line(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("llamatap.commands.info.run", fail)
+    assert main(["info", str(tiny_path)]) == 1
+    assert capsys.readouterr().err == "llamatap: out of memory\n"

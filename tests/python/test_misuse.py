@@ -428,3 +428,71 @@ def test_errors_say_what_to_do(world: World, name: str) -> None:
     call, advice = FIRST_HOUR[name]
     with pytest.raises(lt.InvalidInputError, match=advice):
         call(world)
+
+
+NO_DEPTHS: list[Any] = ["30", None, [], 1j, float("inf"), True, 0]
+TRANSLATIONS: dict[str, dict[str, Any]] = {
+    **{f"n_layer={value!r}": {"n_layer": value} for value in NO_DEPTHS},
+    "n_layer of NumPy's floats": {"n_layer": np.float32(3)},
+    "source a list": {"source": []},
+    "source a dict": {"source": {}},
+    "source an array": {"source": np.array([1, 2])},
+    "target an array": {"target": np.array(["llamatap", "vllm"])},
+    "final_norm a text": {"final_norm": "no"},
+    "ids of arrays": {"ids": np.ones((2, 2), int), "final_norm": False},
+    "ids of no dimensions": {"ids": np.array(1)},
+}
+
+
+@pytest.mark.parametrize("name", TRANSLATIONS)
+def test_arguments_of_translate(name: str) -> None:
+    options = {"ids": [1], "n_layer": 3} | TRANSLATIONS[name]
+    with pytest.raises(lt.InvalidInputError):
+        lt.layers.translate(options.pop("ids"), **options)
+
+
+def test_translate_for_takes_a_model() -> None:
+    with pytest.raises(lt.InvalidInputError, match="model must be a Model, not str"):
+        lt.layers.translate_for("x", [1])
+
+
+@pytest.mark.parametrize("path", [5, None, b"x", 1.5, ["x"]])
+def test_paths_are_strings_or_paths(path: Any) -> None:
+    for call in (lt.Model, lt.probe, lt.States.load):
+        with pytest.raises(lt.InvalidInputError, match="path must be a str or a path"):
+            call(path)
+
+
+@pytest.mark.parametrize(
+    "huge",
+    [10**5000, -(10**5000), [10**5000], "9" * 10_000],
+    ids=["positive", "negative", "in a list", "text"],
+)
+def test_messages_of_errors_are_bounded(huge: Any, tiny_model: Any) -> None:
+    """Python writes no integer of more than 4300 digits: a message with one would fail itself."""
+    calls: dict[str, Callable[[], Any]] = {
+        "max_length": lambda: lt.extract(tiny_model, "ab", max_length=huge),
+        "layers": lambda: lt.extract(tiny_model, "ab", layers=huge),
+        "pool": lambda: lt.extract(tiny_model, "ab", pool=huge),
+        "window": lambda: lt.extract(tiny_model, "ab", window=(huge, huge)),
+        "dtype": lambda: lt.extract(tiny_model, "ab", dtype=huge),
+        "prompt": lambda: lt.extract(tiny_model, [huge]),
+        "n_ctx": lambda: tiny_model.context(n_ctx=huge),
+        "weights": lambda: lt.Model(tiny_model.path, weights=huge),
+        "seed": lambda: lt.Sampler(tiny_model, seed=huge),
+        "temperature": lambda: lt.Sampler(tiny_model, temperature=huge),
+        "logit_bias": lambda: lt.Sampler(tiny_model, logit_bias={5: huge}),
+        "no logit_bias": lambda: lt.Sampler(tiny_model, logit_bias=huge),
+        "max_tokens": lambda: lt.generate(tiny_model, "ab", max_tokens=huge),
+        "states": lambda: lt.generate(tiny_model, "ab", states=huge),
+        "stop_tokens": lambda: lt.generate(tiny_model, "ab", stop_tokens=[huge]),
+        "timeout": lambda: lt.probe(tiny_model.path, timeout=huge),
+        "translate": lambda: lt.layers.translate([huge], n_layer=3),
+        "n_layer": lambda: lt.layers.translate([1], n_layer=huge),
+        "messages": lambda: tiny_model.apply_chat_template([huge], template="{{ messages }}"),
+    }
+    for name, call in calls.items():
+        with pytest.raises(lt.Error) as caught:
+            call()
+        assert len(str(caught.value)) < 600, name
+        assert isinstance(caught.value, (lt.InvalidInputError, lt.ContextFullError)), name

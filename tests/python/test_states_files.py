@@ -239,3 +239,51 @@ def test_states_say_whether_the_prompt_was_cut(
     with tiny_model.context(n_ctx=64) as context, context.tap() as tap:
         context.decode(lt.Batch.of([5]))
         assert tap.states.truncated is False
+
+
+ODD_FIELDS: dict[str, dict[str, str]] = {
+    "deep layers": {"layers": "[" * 200_000},
+    "deep provenance": {"provenance": "[" * 200_000},
+    "deep json_keys": {"json_keys": "[" * 200_000},
+    "n_layer a text": {"n_layer": '"x"'},
+    "n_layer null": {"n_layer": "null"},
+    "n_layer 0": {"n_layer": "0"},
+    "n_layer a float": {"n_layer": "2.0"},
+    "n_embd a text": {"n_embd": '"x"'},
+    "n_embd a float": {"n_embd": "4.0"},
+    "layers out of range": {"layers": "[99, 1]"},
+    "layers negative": {"layers": "[-1, 1]"},
+    "layers of texts": {"layers": '["x", "y"]'},
+    "layers an object": {"layers": '{"1": 1, "2": 2}'},
+    "layers truths": {"layers": "[false, true]"},
+    "truncated a text": {"truncated": '"no"'},
+}
+
+
+def write_states(path: Path, dtype: Any = np.float32, **fields: str) -> Path:
+    """A file of two tokens, two layers and n_embd 4, of a model of two blocks."""
+    metadata = {"layers": "[0, 1]", "n_layer": "2", "n_embd": "4"} | fields
+    tensors = {"hidden_states": np.zeros((2, 2, 4), dtype), "tokens": np.arange(2, dtype=np.int32)}
+    save_file(tensors, path, metadata=metadata)
+    return path
+
+
+@pytest.mark.parametrize("name", ODD_FIELDS)
+def test_odd_metadata_is_refused(name: str, tmp_path: Path) -> None:
+    assert lt.States.load(write_states(tmp_path / "good.safetensors")).layers == (0, 1)
+    with pytest.raises(lt.InvalidInputError, match="holds no states"):
+        lt.States.load(write_states(tmp_path / "odd.safetensors", **ODD_FIELDS[name]))
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.float64, np.bool_])
+def test_states_of_other_dtypes_are_refused(dtype: Any, tmp_path: Path) -> None:
+    with pytest.raises(lt.InvalidInputError, match="float32, float16 or bfloat16"):
+        lt.States.load(write_states(tmp_path / "odd.safetensors", dtype))
+
+
+def test_token_ids_beyond_32_bits_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "odd.safetensors"
+    fields = {"layers": [0], "n_layer": 2, "n_embd": 4, "token_ids": [2**40]}
+    save_file({"prompt_embeds": np.zeros((1, 1, 4), np.float32)}, path, metadata=to_metadata(fields))
+    with pytest.raises(lt.InvalidInputError, match="holds no states"):
+        lt.States.load(path)

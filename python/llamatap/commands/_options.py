@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from llamatap._check import shown
 from llamatap.errors import InvalidInputError
 from llamatap.layers import LayerId
 
@@ -25,6 +26,9 @@ __all__ = [
     "read_text",
     "warn_of_cut",
 ]
+
+# Far beyond the layers of any model, which is not loaded yet when they are read.
+_MOST_LAYERS = 100_000
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -55,7 +59,7 @@ def integers(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
         except ValueError:
             value = low - 1
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"expected an integer in {low}..{high}, found {text!r}")
+            raise argparse.ArgumentTypeError(f"expected an integer in {low}..{high}, found {shown(text)}")
         return value
 
     return read
@@ -73,7 +77,7 @@ def above(low: float, unit: int = 1) -> Callable[[str], float]:
         except ValueError:
             value = low
         if not low < value < 2.0**32:
-            raise argparse.ArgumentTypeError(f"expected a number above {low:g}, found {text!r}")
+            raise argparse.ArgumentTypeError(f"expected a number above {low:g}, found {shown(text)}")
         return max(value * unit, 1)
 
     return read
@@ -87,7 +91,7 @@ def draft_length(text: str) -> int | Literal["auto"]:
     try:
         return "auto" if text == "auto" else int(text)
     except ValueError:
-        raise InvalidInputError(f"--n-max: expected a number or auto, found {text!r}") from None
+        raise InvalidInputError(f"--n-max: expected a number or auto, found {shown(text)}") from None
 
 
 def layer_ids(text: str) -> list[LayerId]:
@@ -103,11 +107,15 @@ def layer_ids(text: str) -> list[LayerId]:
             continue
         first, dots, last = item.partition("..")
         try:
-            layers += range(int(first), int(last) + 1) if dots else [int(item)]
+            ids = range(int(first), int(last) + 1) if dots else [int(item)]
         except ValueError:
             raise InvalidInputError(
-                f'--layers: {item!r} is no layer id; give integers, ranges (0..30) and "norm"'
+                f'--layers: {shown(item)} is no layer id; give integers, ranges (0..30) and "norm"'
             ) from None
+        # Before a range is written out. Of no length are those that run backwards.
+        if any(abs(layer) > _MOST_LAYERS for layer in ids[:1]) or ids[_MOST_LAYERS - len(layers) :]:
+            raise InvalidInputError(f"--layers: no model has the layers {shown(item)}")
+        layers += ids
     return layers
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import Any
 
+from llamatap._check import shown
 from llamatap.connectors.base import Connector, Stored
 from llamatap.connectors.callback import CallbackConnector
 from llamatap.connectors.collector import Collector
@@ -43,7 +44,7 @@ def connect(name: str, /, **options: Any) -> Connector:
     """
     found = [entry for entry in entry_points(group="llamatap.connectors") if entry.name == name]
     if not found:
-        raise InvalidInputError(f"there is no connector {name!r}; there are {sorted(connectors())}")
+        raise InvalidInputError(f"there is no connector {shown(name)}; there are {sorted(connectors())}")
     kind = found[0].load()
     made = kind(**options)
     if not isinstance(made, Connector):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from numpy.typing import ArrayLike
 
+from llamatap._check import shown
 from llamatap.connectors.base import Connector, Stored, tensors_of
 from llamatap.errors import InvalidInputError
 from llamatap.states import States
@@ -22,7 +23,7 @@ class CallbackConnector(Connector):
 
     def __init__(self, function: Callable[[Stored, int | None], object]) -> None:
         if not callable(function):
-            raise InvalidInputError(f"function must be one of arrays and an index, not {function!r}")
+            raise InvalidInputError(f"function must be one of arrays and an index, not {shown(function)}")
         self._function = function
 
     def put(self, states: States, *, index: int | None = None, loss_mask: ArrayLike | None = None) -> None:

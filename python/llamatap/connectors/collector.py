@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from llamatap._check import instance, number
+from llamatap._check import instance, number, shown
 from llamatap.connectors.base import Connector
 from llamatap.errors import InvalidInputError
 from llamatap.generation import Generation, whole_states
@@ -48,7 +48,7 @@ class Collector:
         instance("connector", connector, Connector)
         # NaN fails the comparison.
         if not number("wait", wait) >= 0:
-            raise InvalidInputError(f"wait must be 0 seconds or more, not {wait!r}")
+            raise InvalidInputError(f"wait must be 0 seconds or more, not {shown(wait)}")
         self.connector = connector
         self.wait = float(wait)
         self._dtype = None if dtype is None else DTYPES[dtype_name(dtype)]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from llamatap._check import integer
+from llamatap._check import integer, shown
 from llamatap.connectors.base import Connector, Stored, Transfer, tensors_of
 from llamatap.errors import InvalidInputError
 from llamatap.states import DTYPES, States, write_tensors
@@ -83,7 +83,7 @@ class FileConnector(Connector):
         """Handles come from elsewhere: no file of another folder is read or removed."""
         path = Path(handle) if isinstance(handle, str) else Path()
         if path.parent != self.folder or path.suffix != ".safetensors":
-            raise InvalidInputError(f"expected a file of {self.folder}, found {handle!r}")
+            raise InvalidInputError(f"expected a file of {self.folder}, found {shown(handle)}")
         return path
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llamatap import _locks
-from llamatap._check import integer
+from llamatap._check import integer, shown
 from llamatap.connectors.base import Stored
 from llamatap.connectors.files import FileConnector, header_of
 from llamatap.errors import InvalidInputError
@@ -52,7 +52,7 @@ class SharedMemoryConnector(FileConnector):
 
     def __init__(self, name: str = "default", *, max_bytes: int | None = None) -> None:
         if not isinstance(name, str) or not name.replace("-", "").replace("_", "").isalnum():
-            raise InvalidInputError(f"name must be letters, digits, - and _, not {name!r}")
+            raise InvalidInputError(f"name must be letters, digits, - and _, not {shown(name)}")
         if max_bytes is not None:
             integer("max_bytes", max_bytes, 1, 2**63 - 1)
         shared = Path("/dev/shm")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from llamatap._check import instance
+from llamatap._check import instance, shown
 from llamatap._extras import missing
 from llamatap.dataset._computed import Computed
 from llamatap.dataset._folder import Folder
@@ -169,15 +169,16 @@ class Job:
         there = manifest["made_with"]
         # The samples are known once they are prepared.
         names = [name for name in {**there, **self._made_with} if name != _SAMPLES or name in self._made_with]
+        wrong = [name for name in names if there.get(name) != self._made_with.get(name)]
         differs = [
-            f"{name} is {there.get(name)!r} there and {self._made_with.get(name)!r} here"
-            for name in names
-            if there.get(name) != self._made_with.get(name)
+            f"{name} is {there.get(name)!r} there and {self._made_with.get(name)!r} here" for name in wrong
         ]
         if differs:
+            # Of an option it is plain what to give.
+            what = " (samples_sha256 is of token ids and loss masks)" if _SAMPLES in wrong else ""
             raise InvalidInputError(
-                f"{self._folder.path} holds a data set of another kind: {'; '.join(differs)}. Give the same "
-                "(samples_sha256 is of token ids and loss masks), or another folder"
+                f"{self._folder.path} holds a data set of another kind: {'; '.join(differs)}. Give the same"
+                f"{what}, or another folder"
             )
 
     def _check_room(self) -> None:
@@ -324,7 +325,7 @@ def _layout_kind(name: str) -> type[Layout]:
 
     kind = LAYOUTS.get(name)
     if kind is None:
-        raise InvalidInputError(f"unknown layout {name!r}; known are {', '.join(LAYOUTS)}")
+        raise InvalidInputError(f"unknown layout {shown(name)}; known are {', '.join(LAYOUTS)}")
     absent = [package for package in kind.needs if importlib.util.find_spec(package) is None]
     if absent:
         raise missing(*absent, what=f"the layout {name}")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from llamatap._check import flag, instance, integer
+from llamatap._check import flag, instance, integer, shown
 from llamatap.context import ContextOptions
 from llamatap.errors import InvalidInputError
 from llamatap.layers import LayerId
@@ -101,4 +101,4 @@ class Options:
         flag("supervise_empty_thoughts", self.supervise_empty_thoughts)
         flag("resume", self.resume)
         if self.on_error not in ("skip", "stop"):
-            raise InvalidInputError(f"on_error must be 'skip' or 'stop', not {self.on_error!r}")
+            raise InvalidInputError(f"on_error must be 'skip' or 'stop', not {shown(self.on_error)}")

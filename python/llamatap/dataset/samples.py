@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamatap import chat
+from llamatap._check import shown
 from llamatap._history import SAID
 from llamatap._native import default_threads
 from llamatap._unparsed import say
@@ -330,19 +331,19 @@ def _parse_date(text: str) -> Any:
 def _messages(value: Any) -> list[Mapping[str, Any]]:
     """A conversation's messages; ShareGPT's ``from`` and ``value`` are renamed."""
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or not value:
-        raise InvalidInputError(f"messages must be a list of messages, not {value!r:.80}")
+        raise InvalidInputError(f"messages must be a list of messages, not {shown(value):.80}")
     messages: list[Mapping[str, Any]] = []
     for index, message in enumerate(value):
         if isinstance(message, Mapping) and "role" not in message and isinstance(message.get("from"), str):
             role = message["from"]
             message = {"role": _ROLES.get(role, role), "content": message.get("value")}
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InvalidInputError(f"message {index} must have a role, and is {message!r:.80}")
+            raise InvalidInputError(f"message {index} must have a role, and is {shown(message):.80}")
         # Others may have their say in fields of their own.
         names = SAID if message["role"] == "assistant" else [name for name in message if name != "role"]
         if message.get("content") is None and not any(message.get(name) for name in names):
             raise InvalidInputError(
-                f"message {index} says nothing: expected a content, found {message!r:.80}"
+                f"message {index} says nothing: expected a content, found {shown(message):.80}"
             )
         messages.append(message)
     return messages
@@ -356,7 +357,7 @@ def _joined(index: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
     texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
     if not all(isinstance(text, str) for text in texts):
         raise InvalidInputError(
-            f"the chat template knows of texts alone, and message {index} has {content!r:.80}"
+            f"the chat template knows of texts alone, and message {index} has {shown(content):.80}"
         )
     return {**message, "content": "\n".join(map(str, texts))}
 

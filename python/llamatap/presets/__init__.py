@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from llamatap import chat
-from llamatap._check import instance, integer
+from llamatap._check import instance, integer, shown
 from llamatap._prompts import Window, bounds, prompt_tokens, window_text
 from llamatap.context import Context
 from llamatap.errors import InvalidInputError
@@ -75,7 +75,7 @@ class Preset:
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.isprintable():
-            raise InvalidInputError(f"name must be a line of text, not {self.name!r}")
+            raise InvalidInputError(f"name must be a line of text, not {shown(self.name)}")
         if not self.layers:
             raise InvalidInputError("layers is empty; give at least one layer id")
         # Without a depth, ids can only be of the right kind and sign.
@@ -263,7 +263,7 @@ def load_preset(preset: str | os.PathLike[str]) -> Preset:
     if isinstance(preset, str) and path.suffix != ".toml" and path.name == preset:
         if preset not in (names := preset_names()):
             raise InvalidInputError(
-                f"no preset is called {preset!r}; there are {', '.join(names)}, and a path ends in .toml"
+                f"no preset is called {shown(preset)}; there are {', '.join(names)}, and a path ends in .toml"
             )
         where, data = preset, (resources.files(__name__) / f"{preset}.toml").read_bytes()
     else:

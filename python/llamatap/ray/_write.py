@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from llamatap._check import integer
+from llamatap._check import integer, shown
 from llamatap._extras import needs
 from llamatap.dataset import Job, Options, Report
 from llamatap.dataset._job import Progress
@@ -98,7 +98,7 @@ def write(
     integer("retries", retries, 0)
     for name, value in (("num_cpus", num_cpus), ("num_gpus", num_gpus)):
         if value is not None and not (isinstance(value, (int, float)) and value >= 0):
-            raise InvalidInputError(f"{name} must be a number from 0, not {value!r}")
+            raise InvalidInputError(f"{name} must be a number from 0, not {shown(value)}")
     if num_cpus is None and not num_gpus:
         num_cpus = 1
     if n_gpu_layers is None:
@@ -207,7 +207,7 @@ class _Worker:
         model = self._loading.load()
         here = provenance(model, work.options, work.layout.columns, work.layout.dtype)
         differs = [
-            f"{name} is {here.get(name)!r}, not {value!r}"
+            f"{name} is {here.get(name)!r}, not {shown(value)}"
             for name, value in self._facts.items()
             if here.get(name) != value
         ]

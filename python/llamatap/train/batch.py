@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap._check import integer
+from llamatap._check import integer, shown
 from llamatap.errors import InvalidInputError
 from llamatap.train.buffer import Sample
 
@@ -109,7 +109,7 @@ def training_batch(
         samples are of different layers, shapes or dtypes.
     """
     if pairing not in ("eagle", "verl"):
-        raise InvalidInputError(f"pairing must be 'eagle' or 'verl', not {pairing!r}")
+        raise InvalidInputError(f"pairing must be 'eagle' or 'verl', not {shown(pairing)}")
     samples = list(samples)
     chosen, reasons = trainable(samples, max_len)
     if not chosen:

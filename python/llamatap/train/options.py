@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from llamatap._check import flag, integer, number
+from llamatap._check import flag, integer, number, shown
 from llamatap.errors import InvalidInputError
 from llamatap.states import dtype_name
 from llamatap.train.batch import Pairing, TrainingBatch, nothing_to_train_on, trainable, training_batch
@@ -63,7 +63,7 @@ class TrainOptions:
         flag("store_hidden_states", self.store_hidden_states)
         dtype_name(self.dtype)
         if self.pairing not in ("eagle", "verl"):
-            raise InvalidInputError(f"pairing must be 'eagle' or 'verl', not {self.pairing!r}")
+            raise InvalidInputError(f"pairing must be 'eagle' or 'verl', not {shown(self.pairing)}")
         for name in ("vloss_weight", "ploss_weight"):
             # NaN fails the comparison.
             if not number(name, getattr(self, name)) >= 0:
