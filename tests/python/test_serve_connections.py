@@ -286,6 +286,7 @@ def test_a_burst_beside_busy_ones_is_answered(
         running([tiny_options(tiny_path)], None, ConnectionOptions(max_connections=4)) as server,
         contextlib.ExitStack() as stack,
     ):
+        stack.callback(gate.open.set)
         busy = []
         for _ in range(4):
             busy.append(stack.enter_context(connect(server)))
