@@ -249,6 +249,79 @@ def test_the_oldest_that_waits_makes_room(tiny_path: Path) -> None:
             assert client.recv(2**16).startswith(b"HTTP/1.1 200")
 
 
+def all_answers(clients: list[socket.socket]) -> list[int]:
+    """The statuses that clients get; a reset is an error."""
+    found = []
+    for client in clients:
+        received = client.recv(2**16)
+        found.append(int(received.split()[1]))
+        if found[-1] == 503:
+            assert b"retry-after: " in received.lower()
+            assert b"too_many_connections" in received + to_the_end(client)
+    return found
+
+
+def test_a_burst_is_answered(tiny_path: Path) -> None:
+    """Those that made room for others had not said yet what they want."""
+    with (
+        running([tiny_options(tiny_path)], None, ConnectionOptions(max_connections=4)) as server,
+        contextlib.ExitStack() as stack,
+    ):
+        clients = [stack.enter_context(connect(server)) for _ in range(30)]
+        for client in clients:
+            client.sendall(WHOLE)
+        assert sorted(all_answers(clients)) == [200] * 4 + [503] * 26
+        wait_until(lambda: len(server.http.connections) == 4)
+        with connect(server) as client:
+            client.sendall(WHOLE)
+            assert client.recv(2**16).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("last", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+def test_a_burst_beside_busy_ones_is_answered(
+    tiny_path: Path, last: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    with (
+        running([tiny_options(tiny_path)], None, ConnectionOptions(max_connections=4)) as server,
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(gate.open.set)
+        busy = []
+        for _ in range(4):
+            busy.append(stack.enter_context(connect(server)))
+            busy[-1].sendall(WHOLE)
+        wait_until(lambda: sum(not one.waits for one in server.http.connections._open) == 4)
+        more = [stack.enter_context(connect(server)) for _ in range(40)]
+        for client in more:
+            client.sendall(last or WHOLE)
+        assert all_answers(more) == [200 if last else 503] * 40
+        gate.open.set()
+        assert all_answers(busy) == [200] * 4
+
+
+def test_an_error_reaches_a_client_that_still_sends(tiny_path: Path) -> None:
+    """Unread bytes at the close would be answered with a reset, which discards the error."""
+    with running([tiny_options(tiny_path)]) as server, connect(server) as client:
+        client.sendall(HEAD + b"X" * 70_000)
+        for _ in range(10):
+            client.sendall(b"X" * 10_000)
+            time.sleep(0.02)
+        received = b""
+        while piece := client.recv(2**16):
+            received += piece
+        code, body, _ = answer(received)
+        assert (code, body["error"]["code"]) == (431, "headers_too_large")
+        assert body["error"]["message"] == "the headers are larger than 16384 bytes"
+
+
+def test_an_upgrade_gets_no_advice(tiny_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    upgrade = {"Connection": "Upgrade", "Upgrade": "websocket"}
+    with running([tiny_options(tiny_path)]) as server:
+        assert httpx.get(f"{server.url}/health", headers=upgrade).status_code == 200
+    assert not [line for line in caplog.messages if "WebSocket" in line or "upgrade" in line]
+
+
 def test_health_is_answered_while_all_are_busy(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     options = ConnectionOptions(max_connections=4)
@@ -303,9 +376,7 @@ def test_a_body_of_two_lengths_is_refused(tiny_path: Path, framing: bytes) -> No
         assert b"connection: close" in head
 
 
-@pytest.mark.parametrize(
-    "sent", [b"what?\r\n\r\n", b"GET / HTTP/1.1\r\nA b: c\r\n\r\n", HEAD + b"X" * 70_000]
-)
+@pytest.mark.parametrize("sent", [b"what?\r\n\r\n", b"GET / HTTP/1.1\r\nA b: c\r\n\r\n"])
 def test_what_is_no_http_is_answered_like_all_errors(tiny_path: Path, sent: bytes) -> None:
     with running([tiny_options(tiny_path)]) as server, connect(server) as client:
         client.sendall(sent)

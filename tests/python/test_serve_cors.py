@@ -64,7 +64,10 @@ def test_a_page_that_is_named_reads(server: Running, origin: str) -> None:
 
 @pytest.mark.parametrize("origin", OTHERS)
 def test_other_pages_do_not(server: Running, origin: str) -> None:
-    assert preflight(server, origin).status_code == 400
+    refused = preflight(server, origin)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "cors_refused")
+    assert "origin" in refused.json()["error"]["message"]
+    assert "Origin" in refused.headers["vary"]
     for response in (preflight(server, origin), post(server, origin)):
         assert ALLOWED not in response.headers
 

@@ -54,6 +54,7 @@ both = pytest.mark.parametrize("endpoint", [complete, chat])
 UNSERVED: list[dict[str, Any]] = [
     {"logit_bias": {"5": 101}},
     {"logit_bias": {"a": 1}},
+    {"logit_bias": {"5": 1, "05": 2}},
     {"logit_bias": {"5": "1"}},
     {"logit_bias": {str(token): 1 for token in range(1025)}},
     {"logit_bias": [1]},
@@ -155,6 +156,9 @@ def test_what_asks_for_nothing_is_let_pass(
         ({"top_k": -2}, "top_k"),
         ({"return_hidden_states": "first"}, "return_hidden_states"),
         ({"stream": "yes"}, "stream"),
+        ({"logit_bias": {"x": 1}}, r"logit_bias: each key must be a token id in digits, not 'x'"),
+        ({"logit_bias": {"1" * 5000: 1}}, r"a token id in digits, not '1{100}'"),
+        ({"logit_bias": {"5": 1, "05": 2}}, r"logit_bias: token 5 is named twice"),
         ({"logit_bias": {"259": 1}}, r"logit_bias must be in 0\.\.258, not 259"),
     ],
 )

@@ -237,7 +237,9 @@ def test_refusals(server: Running, chat: bool) -> None:
     def refused(**more: Any) -> str:
         return server.error(path, 400, "invalid_request_error", **body, **more)
 
-    assert "prompt_logprobs does not go with stream" in refused(prompt_logprobs=1, stream=True)
+    said = refused(prompt_logprobs=1, stream=True)
+    assert "prompt_logprobs does not go with stream" in said
+    assert ("echo" in said) is not chat
     assert "max_tokens" in refused(max_tokens=0)
     if not chat:
         assert "echo or prompt_logprobs" in refused(max_tokens=0, logprobs=1)

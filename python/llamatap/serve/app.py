@@ -8,13 +8,12 @@ from dataclasses import replace
 
 import anyio.to_thread
 from fastapi import FastAPI, Request, Response
-from fastapi.middleware.cors import CORSMiddleware
 
 from llamatap.errors import InvalidInputError
 from llamatap.serve import completions, errors, hidden_states, page, tokenizer
 from llamatap.serve.budget import ResponseEnd
 from llamatap.serve.disconnect import ClientGoneError
-from llamatap.serve.limits import ApiKey, BodyLimit, HostCheck, JsonOnly, OneLength
+from llamatap.serve.limits import ApiKey, BodyLimit, Cors, HostCheck, JsonOnly, OneLength
 from llamatap.serve.metrics import Metrics, RequestMetrics
 from llamatap.serve.options import ModelOptions, ServerOptions
 from llamatap.serve.shutdown import Ending
@@ -111,7 +110,7 @@ def create_app(models: Sequence[ModelOptions], options: ServerOptions | None = N
     if options.cors:
         # Before the key is looked for: a browser asks for permission without it, and must be let read a 401.
         app.add_middleware(
-            CORSMiddleware,
+            Cors,
             allow_origins=options.cors,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],

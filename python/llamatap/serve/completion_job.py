@@ -29,6 +29,7 @@ class CompletionJob(TextJob):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
     scores_choices = True
+    scores_streams = "ask without stream, or with echo and logprobs"
     body: CompletionRequest
 
     def __init__(self, server: Server, worker: ModelWorker, body: CompletionRequest) -> None:

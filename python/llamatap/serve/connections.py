@@ -35,6 +35,12 @@ __all__ = ["Connection", "ConnectionOptions", "Connections", "HttpConfig"]
 
 # Connections beyond the limit, for quick answers while all others are busy.
 _RESERVE = 16
+# And those that are being closed: until their client was told why, and has no more to say.
+_MOST_PARTING = 1024
+_PARTING_SECONDS = 2.0
+_PARTING_BYTES = 2**20
+# Of headers that have not arrived whole.
+_MOST_HEADER_BYTES = 2**14
 
 Phase = Literal["idle", "headers", "body", "busy", "closing"]
 
@@ -78,6 +84,7 @@ class HttpConfig(uvicorn.Config):
             # What is accepted in one turn of the event loop is counted afterwards only.
             backlog=self.connections.backlog,
             log_config=None,
+            h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
             **more,
         )
         # An integer by its annotation alone.
@@ -106,13 +113,18 @@ class Connections:
         self.options = options
         self.most = options.max_connections
         self.reserve = _RESERVE
+        self.most_parting = _MOST_PARTING
         self.backlog = 2048
         self._open: set[Connection] = set()
+        # In the order in which they came.
+        self._parting: dict[Connection, None] = {}
         if (free := _free_descriptors()) is not None:
             # The rest is for files of other kinds.
             self.most = min(self.most, max(free // 2, 1))
             self.reserve = min(self.reserve, max(free // 8, 1))
             self.backlog = min(self.backlog, max(free // 4, 1))
+            left = free - self.most - self.reserve - self.backlog
+            self.most_parting = min(self.most_parting, max(left // 2, 1))
         if self.most < options.max_connections:
             logger.warning(
                 "%d connections at most, not %d: this process may open %d more files (ulimit -n)",
@@ -134,28 +146,45 @@ class Connections:
         return sorted((one for one in self._open if one.waits), key=lambda one: one.since)
 
     def admit(self, new: Connection) -> None:
-        """Register a new connection; where there are too many, close one that waits, or the new one."""
-        if len(self._open) >= self.most and not self.drop() and len(self._open) >= self.most + self.reserve:
-            new.transport.abort()
-            return
+        """Register a new connection; where there are too many, part with one that waits, or the new one."""
         self._open.add(new)
+        if len(self._open) <= self.most:
+            return
+        waiting = [one for one in self.waiting() if one is not new][:1]
+        if not waiting and len(self._open) > self.most + self.reserve:
+            waiting = [new]
+        for one in waiting:
+            one.part()
 
-    def drop(self, count: int = 1) -> int:
-        """Close the connections that wait longest, and return how many were closed."""
-        dropped = self.waiting()[:count]
+    def parting(self, one: Connection) -> None:
+        """Count a connection no longer, for it is being closed; of too many such, close the oldest now."""
+        self._open.discard(one)
+        self._parting[one] = None
+        if len(self._parting) > self.most_parting:
+            oldest = next(iter(self._parting))
+            self.forget(oldest)
+            oldest.transport.abort()
+
+    def drop(self, count: int) -> int:
+        """Close connections at once, those that are parting and then those that wait longest.
+
+        :returns: how many were closed.
+        """
+        dropped = [*self._parting, *self.waiting()][:count]
         for one in dropped:
-            one.refuse(_crowded("the server has too many connections"))
+            one.refuse(_crowded())
             one.transport.abort()
-            self._open.discard(one)
+            self.forget(one)
         return len(dropped)
 
     def forget(self, one: Connection) -> None:
         """Remove a connection that was closed."""
         self._open.discard(one)
+        self._parting.pop(one, None)
 
     def abort(self) -> None:
         """Close all connections at once, also those in the middle of a response."""
-        for one in tuple(self._open):
+        for one in (*self._open, *self._parting):
             one.transport.abort()
 
     async def watch(self) -> None:
@@ -164,7 +193,7 @@ class Connections:
         shortest = min(options.header_timeout, options.body_timeout, options.send_timeout)
         while True:
             await asyncio.sleep(min(shortest / 4, 1.0))
-            for one in tuple(self._open):
+            for one in (*self._open, *self._parting):
                 self._check(one)
 
     def _check(self, one: Connection) -> None:
@@ -174,7 +203,16 @@ class Connections:
             # It reads uvicorn's private state. The time limits of all others must hold.
             logger.error("a connection is closed, for its time limits cannot be checked: %r", error)
             one.transport.abort()
-            self._open.discard(one)
+            self.forget(one)
+
+
+def _unread(connection: socket.socket) -> int:
+    """The bytes in the kernel's receive buffer of a socket; 0 where the kernel does not tell."""
+    try:
+        found = fcntl.ioctl(connection.fileno(), termios.FIONREAD, bytes(4))
+    except OSError:
+        return 0
+    return int.from_bytes(found, sys.byteorder)
 
 
 def _undelivered(connection: socket.socket) -> int:
@@ -186,7 +224,7 @@ def _undelivered(connection: socket.socket) -> int:
     return int.from_bytes(found, sys.byteorder)
 
 
-def _crowded(message: str) -> ApiError:
+def _crowded(message: str = "the server has too many connections") -> ApiError:
     return ApiError(503, "unavailable_error", "too_many_connections", message, retry_after=1)
 
 
@@ -211,6 +249,9 @@ class Connection(H11Protocol):
         self.since = self._taken_at = self.loop.time()
         self._phase: Phase = "headers"
         self._unsent = 0
+        self._parts = False
+        # The bytes that came after the last answer; None before it.
+        self._late: int | None = None
         self._whole_app: ASGIApp = self.app
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -224,6 +265,11 @@ class Connection(H11Protocol):
         self.registry.forget(self)
 
     def data_received(self, data: bytes) -> None:
+        if self._late is not None:
+            self._late += len(data)
+            if self._late > _PARTING_BYTES:
+                self.transport.abort()
+            return
         super().data_received(data)
         self._note()
 
@@ -232,18 +278,29 @@ class Connection(H11Protocol):
         self._note()
 
     def send_400_response(self, msg: str) -> None:
-        self.refuse(
-            ApiError(400, "invalid_request_error", "invalid_http", "this is no request of HTTP/1.1"),
-        )
+        error = ApiError(400, "invalid_request_error", "invalid_http", "this is no request of HTTP/1.1")
+        # uvicorn calls this while it handles h11's exception.
+        if getattr(sys.exc_info()[1], "error_status_hint", 400) == 431:
+            said = f"the headers are larger than {_MOST_HEADER_BYTES} bytes"
+            error = ApiError(431, "invalid_request_error", "headers_too_large", said)
+        self.refuse(error)
+
+    def _should_upgrade(self) -> bool:
+        # No WebSockets; uvicorn's would advise the log's reader to install a library for them.
+        return False
 
     def shutdown(self) -> None:
         """Stop with the server: refuse a request that has not arrived whole, finish one in flight."""
         if self.waits and self._phase != "idle":
             self.refuse(shutting_down())
-        elif not self.transport.is_closing():
+        elif self._phase != "closing":
             super().shutdown()
-            if self.cycle is not None:
-                self.cycle.default_headers = [*self.cycle.default_headers, (b"connection", b"close")]
+            self._close_after_response()
+
+    def _close_after_response(self) -> None:
+        if self.cycle is not None:
+            self.cycle.keep_alive = False
+            self.cycle.default_headers = [*self.cycle.default_headers, (b"connection", b"close")]
 
     @property
     def phase(self) -> Phase:
@@ -262,8 +319,11 @@ class Connection(H11Protocol):
             # Answers of the app are too late from here on.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        asked = self._phase == "body" or self.conn.trailing_data[0] or self.conn.their_state is h11.ERROR
-        if asked and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
+        if self._now() == "closing":
+            return
+        half = self._now() == "body"
+        begun = self.conn.trailing_data[0] or self.conn.their_state is h11.ERROR
+        if self.conn.our_state is h11.SEND_RESPONSE or (begun and self.conn.our_state is h11.IDLE):
             response = error_response(error)
             response.headers["Connection"] = "close"
             for event in (
@@ -272,7 +332,41 @@ class Connection(H11Protocol):
                 h11.EndOfMessage(),
             ):
                 self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
+            self._linger()
+        elif half:
+            self._linger()
+        else:
+            self.transport.close()
+
+    def _linger(self) -> None:
+        """Close the connection once the client has: the kernel answers what comes after a close, or is unread
+        then, with a reset, and the client would never see what was sent before."""
+        self._late = 0
+        self.registry.parting(self)
+        self._unset_keepalive_if_required()
+        if not self.transport.is_closing():
+            with contextlib.suppress(OSError):
+                self.transport.write_eof()
+            self.flow.resume_reading()
+            self.loop.call_later(_PARTING_SECONDS, self.transport.abort)
+
+    def part(self) -> None:
+        """Close the connection, for there are too many. A request that was begun, or that is on its way, is
+        answered with 503 (``GET`` as ever)."""
+        silent = not self.conn.trailing_data[0] and self.phase in ("headers", "idle")
+        fresh = self._phase == "headers" and self.loop.time() - self.since < _PARTING_SECONDS
+        if silent and (fresh or _unread(self.transport.get_extra_info("socket"))):
+            self._parts = True
+            self.app = self._quick_answers
+            self.registry.parting(self)
+            self.loop.call_later(_PARTING_SECONDS, self._parted)
+            return
+        self.registry.forget(self)
+        self.refuse(_crowded())
+
+    def _parted(self) -> None:
+        if self.waits:
+            self.refuse(_crowded())
 
     def check(self) -> None:
         """Close the connection if it is beyond a time limit."""
@@ -306,7 +400,7 @@ class Connection(H11Protocol):
             self.since = self.loop.time()
 
     def _now(self) -> Phase:
-        if self.transport.is_closing():
+        if self._late is not None or self.transport.is_closing():
             return "closing"
         # Also where the response was sent before: a body that nobody reads holds the connection, too.
         if self.conn.their_state is h11.SEND_BODY:
@@ -319,11 +413,10 @@ class Connection(H11Protocol):
 
     async def _quick_answers(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The app of connections beyond the limit: ``GET`` as ever, else 503 while all are busy."""
-        if scope["method"] in ("GET", "HEAD") or not self.registry.full:
+        if self._parts:
+            self._close_after_response()
+        if scope["method"] in ("GET", "HEAD") or not (self._parts or self.registry.full):
             await self._whole_app(scope, receive, send)
             return
-        logger.warning("all %d connections are busy: further requests get 503", self.registry.most)
-        response = error_response(_crowded(f"all {self.registry.most} connections of the server are busy"))
-        response.headers["Connection"] = "close"
-        with contextlib.suppress(OSError):
-            await response(scope, receive, send)
+        logger.warning("all %d connections are in use: further requests get 503", self.registry.most)
+        self.refuse(_crowded(f"all {self.registry.most} connections of the server are in use"))

@@ -6,6 +6,7 @@ or a body of as many unknown fields, is one error.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -17,23 +18,40 @@ Ids: TypeAlias = Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Fiel
 Texts: TypeAlias = Annotated[list[str], Field(fail_fast=True)]
 
 _MOST_BIASES = 1024
+_TOKEN_ID = "[0-9]{1,9}"
 
 
-def _few(value: Any) -> Any:
+def _shown(name: Any) -> str:
+    """The name of a field as an error shows it: not all of a long one, and no half characters."""
+    return str(name)[:100].encode(errors="backslashreplace").decode()
+
+
+def _token_ids(value: Any) -> Any:
     # pydantic would report each entry of a large object, not the first mistake alone.
-    if isinstance(value, dict) and len(value) > _MOST_BIASES:
+    if not isinstance(value, dict):
+        return value
+    if len(value) > _MOST_BIASES:
         raise PydanticCustomError("too_many", f"more than {_MOST_BIASES} tokens")
+    found: set[int] = set()
+    for key in value:
+        if not (isinstance(key, str) and re.fullmatch(_TOKEN_ID, key)):
+            raise PydanticCustomError(
+                "token_id", "each key must be a token id in digits, not '{key}'", {"key": _shown(key)}
+            )
+        if int(key) in found:
+            raise PydanticCustomError("token_twice", "token {token} is named twice", {"token": int(key)})
+        found.add(int(key))
     return value
 
 
 #: By token id, which is a string of digits as keys of JSON are: what is added to its logit.
 Biases: TypeAlias = Annotated[
     dict[
-        Annotated[str, Field(pattern=r"^[0-9]{1,9}$")],
+        Annotated[str, Field(pattern=f"^{_TOKEN_ID}$")],
         Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)],
     ],
     Field(max_length=_MOST_BIASES),
-    BeforeValidator(_few),
+    BeforeValidator(_token_ids),
 ]
 
 
@@ -75,6 +93,6 @@ class Body(BaseModel):
                 raise PydanticCustomError(
                     "unknown_field",
                     "{name} is no field of this request",
-                    {"name": str(unknown)[:100].encode(errors="backslashreplace").decode()},
+                    {"name": _shown(unknown)},
                 )
         return data

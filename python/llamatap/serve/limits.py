@@ -5,12 +5,15 @@ from __future__ import annotations
 import hmac
 import ipaddress
 
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llamatap.serve.errors import ApiError, error_response
 
-__all__ = ["ApiKey", "BodyLimit", "HostCheck", "JsonOnly", "OneLength", "is_loopback"]
+__all__ = ["ApiKey", "BodyLimit", "Cors", "HostCheck", "JsonOnly", "OneLength", "is_loopback"]
 
 #: Paths without a key, which tell nothing of the models: for load balancers, and browsers that have yet to
 #: ask for the key.
@@ -46,6 +49,22 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
+
+
+class Cors(CORSMiddleware):
+    """Middleware: starlette's for pages of other origins, with refusals that are errors like all others."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """The answer to a browser that asks whether a page may send a request."""
+        found = super().preflight_response(request_headers)
+        if found.status_code == 200:
+            return found
+        error = ApiError(400, "invalid_request_error", "cors_refused", bytes(found.body).decode())
+        refused = error_response(error)
+        for name, value in found.headers.items():
+            if name not in ("content-type", "content-length"):
+                refused.headers[name] = value
+        return refused
 
 
 class HostCheck:

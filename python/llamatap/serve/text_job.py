@@ -45,6 +45,8 @@ class TextJob(ABC):
     prefix: ClassVar[str]
     #: Whether it has ``prompt_logprobs`` in each choice, as vLLM does of completions, or once.
     scores_choices: ClassVar[bool]
+    #: How to get log-probabilities of a prompt all the same where ``stream`` is asked for.
+    scores_streams: ClassVar[str] = "ask without stream"
 
     def __init__(self, server: Server, worker: ModelWorker, body: Sampling) -> None:
         self.server = server
@@ -65,7 +67,7 @@ class TextJob(ABC):
             raise ApiError.invalid("stream_options is of stream, which is not asked for")
         if body.prompt_logprobs is not None and body.stream:
             raise ApiError.invalid(
-                "prompt_logprobs does not go with stream: ask without stream, or with echo and logprobs",
+                f"prompt_logprobs does not go with stream: {self.scores_streams}",
                 "unsupported_combination",
             )
         if body.return_hidden_states:
