@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llamatap._native import _core, build_config
 from llamatap.context import Batch, Context, Memory, Tap
-from llamatap.drafters import (
+from llamatap.drafting.drafter import (
     AnyDrafter,
     CallableDrafter,
     Draft,
@@ -14,6 +14,15 @@ from llamatap.drafters import (
     NGramDrafter,
     TextDrafter,
 )
+from llamatap.drafting.model_drafters import (
+    DFlashDrafter,
+    Eagle3Drafter,
+    ModelDrafter,
+    MtpDrafter,
+    SpeculativeDrafter,
+    load_drafter,
+)
+from llamatap.drafting.speculative_context import DraftOutput, SpeculativeContext
 from llamatap.errors import (
     BusyError,
     CancelledError,
@@ -29,23 +38,14 @@ from llamatap.errors import (
     OutOfMemoryError,
     UnsupportedError,
 )
-from llamatap.extract import Extractor, extract
-from llamatap.generate import generate
-from llamatap.generation import Event, Generation, Stats, TokenLogprobs
+from llamatap.extraction.extractor import Extractor, extract
+from llamatap.generation.api import generate
+from llamatap.generation.results import Event, Generation, Stats, TokenLogprobs
+from llamatap.generation.session import Session
 from llamatap.layers import LayerId
 from llamatap.model import Model
-from llamatap.model_drafters import (
-    DFlashDrafter,
-    Eagle3Drafter,
-    ModelDrafter,
-    MtpDrafter,
-    SpeculativeDrafter,
-    load_drafter,
-)
-from llamatap.probe import LayerProbe, Probe, probe
+from llamatap.probing import LayerProbe, Probe, probe
 from llamatap.sampler import Sampler
-from llamatap.session import Session
-from llamatap.speculative import DraftOutput, SpeculativeContext
 from llamatap.states import States
 
 __version__: str = _core.build_info()["version"]

@@ -13,7 +13,7 @@ from typing import Any
 # Without this the engine installs a terminate handler that starts a debugger; it looks once, when loaded.
 _had_variable = "GGML_NO_BACKTRACE" in os.environ
 os.environ.setdefault("GGML_NO_BACKTRACE", "1")
-from llamatap import _core, _limits  # noqa: E402
+from llamatap import _core, _system_limits  # noqa: E402
 
 if not _had_variable:
     del os.environ["GGML_NO_BACKTRACE"]
@@ -62,7 +62,7 @@ def usable_cpus() -> set[int]:
 def within_quota(n_cpus: int) -> int:
     """The number of CPUs, or as many as the CPU quota of this process pays for (1.5 CPUs: 2), whichever is
     less."""
-    quota = _limits.cpu_quota()
+    quota = _system_limits.cpu_quota()
     return n_cpus if quota is None else max(1, min(n_cpus, math.ceil(quota)))
 
 

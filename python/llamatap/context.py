@@ -13,15 +13,16 @@ from typing import Any, Literal, Protocol, TypedDict
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from llamatap import _limits, _saved
+from llamatap import _system_limits
 from llamatap import layers as layer_ids
-from llamatap._check import NotCopied, flag, instance, integer, shown
-from llamatap._closing import Closing
+from llamatap._closeable import Closeable
 from llamatap._native import _core, default_threads, flush_log, usable_cpus, within_quota
+from llamatap._validate import NotCopied, flag, instance, integer, shown
 from llamatap.errors import BusyError, ClosedError, InvalidInputError
 from llamatap.layers import LayerId
 from llamatap.model import Model
 from llamatap.states import DTYPES, Source, States, dtype_name, typed_view
+from llamatap.storage import saved_sequences
 
 __all__ = ["Batch", "Context", "ContextOptions", "Memory", "Tap"]
 
@@ -206,7 +207,7 @@ class Tap(NotCopied):
         return self._last
 
 
-class Context(Closing):
+class Context(Closeable):
     """A model with memory of its sequences. One thread at a time: a second one gets BusyError.
 
     :param model: kept alive by the context.
@@ -284,7 +285,7 @@ class Context(Closing):
                 flash_attention=-1 if flash_attn is None else int(flag("flash_attn", flash_attn)),
                 kv_unified=self.kv_unified,
                 swa_full=self.swa_full,
-                memory_available=_limits.available_memory(),
+                memory_available=_system_limits.available_memory(),
             )
         finally:
             flush_log()
@@ -413,7 +414,7 @@ class Context(Closing):
         rows = n_outputs + (min(n_outputs, self.n_ubatch) if computed else 0)
         needed = rows * self._loaded.n_vocab * 4
         if needed > self._outputs_bytes:
-            _limits.require_memory(
+            _system_limits.require_memory(
                 needed - self._outputs_bytes,
                 f"the logits of {n_outputs} outputs take",
                 "flag fewer entries of a batch as outputs, or decode it in parts",
@@ -427,7 +428,7 @@ class Context(Closing):
             self.require_outputs(sum(batch.outputs))
         if tap is not None:
             row_bytes = len(tap.layers) * self._loaded.n_embd * DTYPES[tap.dtype].itemsize
-            _limits.require_memory(
+            _system_limits.require_memory(
                 (n_rows if tap.rows == "all" else sum(batch.outputs)) * row_bytes,
                 f"the states of a batch of {n_rows} entries ({len(tap.layers)} layers, {tap.dtype}) take",
                 "tap fewer layers, or decode it in parts",
@@ -522,7 +523,7 @@ class Context(Closing):
 
     def save(self, seq: int = 0) -> bytes:
         """The memory of a sequence, to be restored into this or a like context, under any id."""
-        return _saved.pack(self._fingerprint(), self.native.save(_sequence(seq)))
+        return saved_sequences.pack(self._fingerprint(), self.native.save(_sequence(seq)))
 
     def restore(self, seq: int, data: bytes | bytearray | memoryview) -> None:
         """Bring back what :meth:`save` gave, in place of what the sequence holds.
@@ -532,7 +533,7 @@ class Context(Closing):
         :raises BusyError: another thread uses this context, or a generation is going on in it.
         """
         native, seq = self._writable, _sequence(seq)
-        state = _saved.unpack(self._fingerprint(), data)
+        state = saved_sequences.unpack(self._fingerprint(), data)
         try:
             native.restore(seq, state)
         finally:

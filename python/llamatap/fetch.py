@@ -10,9 +10,11 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from llamatap._check import shown
-from llamatap.cache import atomic_path, cache_folder, file_sha256, hash_file
+from llamatap._validate import shown
 from llamatap.errors import Error, InvalidInputError
+from llamatap.storage.atomic_writes import atomic_path
+from llamatap.storage.cache_folder import cache_folder
+from llamatap.storage.file_hashes import file_sha256, hash_file
 
 __all__ = ["MODELS", "FetchError", "fetch"]
 

@@ -52,7 +52,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, SupportsIndex
 
-from llamatap._check import flag, instance, integer, shown
+from llamatap._validate import flag, instance, integer, shown
 from llamatap.errors import InvalidInputError
 
 if TYPE_CHECKING:

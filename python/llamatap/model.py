@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from llamatap import _limits, _unparsed, chat
-from llamatap._check import flag, integer, shown
-from llamatap._check import path as checked_path
-from llamatap._closing import Closing
-from llamatap._files import ModelFiles
+from llamatap import _system_limits
+from llamatap._closeable import Closeable
 from llamatap._native import _core, ensure_backends, flush_log
+from llamatap._validate import flag, integer, shown
+from llamatap._validate import path as checked_path
+from llamatap.chat import template as templates
+from llamatap.chat import unparsed_tokens
 from llamatap.errors import (
     ClosedError,
     InvalidInputError,
@@ -28,12 +29,13 @@ from llamatap.errors import (
     ModelNotFoundError,
     UnsupportedError,
 )
+from llamatap.storage.model_files import ModelFiles
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from llamatap.context import Context, ContextOptions
-    from llamatap.extract import Extractor
+    from llamatap.extraction.extractor import Extractor
 
 __all__ = ["Model", "token_array"]
 
@@ -72,7 +74,7 @@ def _utf8(text: str) -> bytes:
         raise InvalidInputError(f"the text is not valid Unicode: {error}") from error
 
 
-class Model(Closing):
+class Model(Closeable):
     """A model loaded from a GGUF file.
 
     :param path: the file (of a split model: the first one).
@@ -150,7 +152,7 @@ class Model(Closing):
                 RuntimeWarning,
                 stacklevel=2,
             )
-        available = _limits.available_memory()
+        available = _system_limits.available_memory()
         try:
             self._native = _core.Model.load(
                 os.fsencode(self.path),
@@ -169,8 +171,8 @@ class Model(Closing):
                 "the weights of %s are %s, and %s of memory are available: they are read from the file "
                 "again at each pass, which is slow",
                 self.path.name,
-                _limits.gibibytes(self.size_bytes),
-                _limits.gibibytes(available),
+                _system_limits.gibibytes(self.size_bytes),
+                _system_limits.gibibytes(available),
             )
         if self._native.metadata.get("split.count", 1) == 1:
             self.files.only_first()
@@ -298,7 +300,7 @@ class Model(Closing):
     @property
     def extractor(self) -> Extractor:
         """The extractor that :func:`llamatap.extract` uses when it is given this model."""
-        from llamatap.extract import Extractor
+        from llamatap.extraction.extractor import Extractor
 
         with self._lock:
             self.native  # noqa: B018  raises when closed
@@ -412,16 +414,16 @@ class Model(Closing):
         if text is None:
             return {}
         if text not in self._unparsed:
-            texts = _unparsed.probe_texts(functools.partial(self._render, text))
+            texts = unparsed_tokens.probe_texts(functools.partial(self._render, text))
             try:
-                found = _unparsed.unparsed(self.native, texts)
+                found = unparsed_tokens.unparsed(self.native, texts)
             except UnsupportedError:
                 found = {}
             with self._lock:
                 first = not any(self._unparsed.values())
                 self._unparsed[text] = found
             if found and first:
-                _logger.warning("%s: %s", self.path.name, _unparsed.say(found))
+                _logger.warning("%s: %s", self.path.name, unparsed_tokens.say(found))
         return dict(self._unparsed[text])
 
     def _render(self, template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
@@ -431,7 +433,7 @@ class Model(Closing):
             return "" if token is None else native.token_text(token).decode(errors="replace")
 
         own = {"bos_token": spelled(native.bos), "eos_token": spelled(native.eos)}
-        return chat.render(template, messages, **own | variables)
+        return templates.render(template, messages, **own | variables)
 
     def context(self, **options: Unpack[ContextOptions]) -> Context:
         """A new context; the options are those of :class:`llamatap.Context`."""

@@ -10,8 +10,8 @@ from typing import TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap._check import NotCopied, instance, integer, number, shown
 from llamatap._native import _core
+from llamatap._validate import NotCopied, instance, integer, number, shown
 from llamatap.context import Context
 from llamatap.errors import InvalidInputError
 from llamatap.model import Model

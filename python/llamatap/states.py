@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from llamatap import layers as layer_ids
-from llamatap._check import flag, integer, shown
-from llamatap._check import path as checked_path
-from llamatap._files import ModelFiles
-from llamatap._metadata import JSON_KEYS, from_metadata, to_metadata
-from llamatap.cache import atomic_path
+from llamatap._validate import flag, integer, shown
+from llamatap._validate import path as checked_path
 from llamatap.errors import InvalidInputError
 from llamatap.layers import LayerId
+from llamatap.storage.atomic_writes import atomic_path
+from llamatap.storage.model_files import ModelFiles
+from llamatap.storage.safetensors_metadata import JSON_KEYS, from_metadata, to_metadata
 
 __all__ = ["DTYPES", "Source", "States", "check_finite", "dtype_name", "write_tensors"]
 
@@ -338,7 +338,7 @@ def write_tensors(
     path: str | os.PathLike[str], tensors: Mapping[str, NDArray[Any]], provenance: Mapping[str, Any]
 ) -> None:
     """Write a safetensors file, whole or not at all, with the provenance as its metadata
-    (:mod:`llamatap._metadata`).
+    (:mod:`llamatap.storage.safetensors_metadata`).
 
     :raises OSError: it cannot be written.
     """

@@ -16,8 +16,10 @@ from pathlib import Path
 import gguf
 from tiny import write_as_f32
 
-from llamatap.cache import atomic_path, cache_folder, file_sha256
 from llamatap.fetch import fetch
+from llamatap.storage.atomic_writes import atomic_path
+from llamatap.storage.cache_folder import cache_folder
+from llamatap.storage.file_hashes import file_sha256
 
 ROOT = Path(__file__).resolve().parents[2]
 QUANTIZE = ROOT / "build" / "fidelity" / "quantize"  # built by `make fidelity`

@@ -26,7 +26,7 @@ from serving import Running, running, tiny_options
 from tiny import TinyLlama
 
 import llamatap as lt
-from llamatap.extract import Extractor
+from llamatap.extraction.extractor import Extractor
 from llamatap.serve import ServerOptions
 
 SHOTS = Path(__file__).parents[2] / "build" / "page"

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 import llamatap as lt
 from llamatap._native import _core, usable_cpus
-from llamatap.cache import atomic_path, cache_folder
 from llamatap.fetch import fetch
+from llamatap.storage.atomic_writes import atomic_path
+from llamatap.storage.cache_folder import cache_folder
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))

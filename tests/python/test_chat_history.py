@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import llamatap as lt
-from llamatap import chat
+from llamatap.chat import template as chat_templates
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "vendor" / "llama.cpp" / "models" / "templates"
 NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
@@ -77,7 +77,7 @@ def rendered(name: str, messages: list[dict[str, Any]]) -> str:
     template = (TEMPLATES / f"{name}.jinja").read_text("utf-8")
     # The date is of no matter.
     fixed = {"bos_token": "<s>", "eos_token": "</s>", "strftime_now": lambda format_: "then"}
-    return chat.render(template, messages, tools=TOOLS, add_generation_prompt=False, **fixed)
+    return chat_templates.render(template, messages, tools=TOOLS, add_generation_prompt=False, **fixed)
 
 
 @pytest.mark.skipif(not NAMES, reason="the templates are not there; `make test` fetches them")
@@ -107,7 +107,7 @@ def test_all_forms_of_a_call_are_written_alike(name: str) -> None:
 def test_what_is_said_elsewhere_needs_no_content(content: Any, more: dict[str, Any]) -> None:
     message = {"role": "assistant", **more} | ({} if content is MISSING else {"content": content})
     template = "{% for m in messages %}[{{ m.role + m.content }}{{ m.reasoning_content }}]{% endfor %}"
-    found = chat.render(template, [{"role": "user", "content": "quarn"}, message])
+    found = chat_templates.render(template, [{"role": "user", "content": "quarn"}, message])
     assert found == f"[userquarn][assistant{more.get('reasoning_content', '')}]"
 
 
@@ -117,36 +117,36 @@ def test_arguments_that_are_no_json_stay() -> None:
         "{% for name, value in call.function.arguments.items() %}{{ name }}={{ value }}{% endfor %}."
         "{% endfor %}{% endfor %}"
     )
-    assert chat.render(template, conversation(None, '{"argone": 5}')) == "argone=5."
+    assert chat_templates.render(template, conversation(None, '{"argone": 5}')) == "argone=5."
     # Clients send this for no arguments.
-    assert chat.render(template, conversation(None, "")) == "."
+    assert chat_templates.render(template, conversation(None, "")) == "."
     for broken in ('{"argone": ', "[1]", "5"):
         with pytest.raises(lt.InvalidInputError, match="chat template failed"):
-            chat.render(template, conversation(None, broken))
+            chat_templates.render(template, conversation(None, broken))
 
 
 def test_messages_that_say_nothing() -> None:
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
     with pytest.raises(lt.InvalidInputError, match="messages is empty: give at least one"):
-        chat.render(template, [])
+        chat_templates.render(template, [])
     with pytest.raises(lt.InvalidInputError, match="messages is empty"):
-        chat.render("Hello", ())
+        chat_templates.render("Hello", ())
     for role, nothing in itertools.product(("user", "assistant", "system"), ({}, {"content": None})):
         messages: list[Any] = [
             {"role": "user", "content": "quarn"},
             {"role": role, "name": "Ann", **nothing},
         ]
         with pytest.raises(lt.InvalidInputError, match="message 1 says nothing: expected a content"):
-            chat.render(template, messages)
-    assert chat.render(template, [{"role": "user", "content": ""}]) == "user: "
+            chat_templates.render(template, messages)
+    assert chat_templates.render(template, [{"role": "user", "content": ""}]) == "user: "
     # Templates may read fields of their own.
-    assert chat.render("{{ messages[0].picture }}", [{"role": "user", "picture": "cat"}]) == "cat"
+    assert chat_templates.render("{{ messages[0].picture }}", [{"role": "user", "picture": "cat"}]) == "cat"
 
 
 def test_what_is_given_is_not_changed() -> None:
     messages = conversation(None, json.dumps(ARGUMENTS))
     copy = json.loads(json.dumps(messages))
-    chat.render("{{ messages[1].tool_calls[0].function.arguments.argone }}", messages)
+    chat_templates.render("{{ messages[1].tool_calls[0].function.arguments.argone }}", messages)
     assert messages == copy
 
 
@@ -171,14 +171,14 @@ def test_calls_that_are_none_are_refused(calls: Any) -> None:
     for content in (None, "", "Yes."):
         said = {"role": "assistant", "content": content, "tool_calls": calls}
         with pytest.raises(lt.InvalidInputError, match="message 1: tool_calls must be a list of calls"):
-            chat.read(template, [*messages, said])
+            chat_templates.read(template, [*messages, said])
     single = {"role": "assistant", "content": None, "function_call": calls}
     if not isinstance(calls, dict):
         with pytest.raises(lt.InvalidInputError, match="message 1: function_call must be"):
-            chat.read(template, [*messages, single])
+            chat_templates.read(template, [*messages, single])
 
 
 @pytest.mark.parametrize("calls", [None, [], (), ""], ids=repr)
 def test_no_calls_are_none(calls: Any) -> None:
     message = {"role": "assistant", "content": "Yes.", "tool_calls": calls}
-    assert chat.read("{{ messages }}", [message]) == [message]
+    assert chat_templates.read("{{ messages }}", [message]) == [message]

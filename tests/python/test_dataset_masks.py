@@ -13,7 +13,7 @@ from datasets_of import TEMPLATE
 from tiny import TinyLlama, write_vocabulary
 
 import llamatap as lt
-from llamatap import chat
+from llamatap.chat import template as chat_templates
 from llamatap.dataset._turns import Turn, assistant_turns
 from llamatap.dataset.samples import Preparation, Preparer, prepare
 
@@ -49,7 +49,7 @@ TOOLS: list[dict[str, Any]] = [
 
 def rendered(template: str, messages: list[dict[str, Any]]) -> tuple[str, list[Turn]]:
     def render(some: Any, /, *, add_generation_prompt: bool = False, **marks: Any) -> str:
-        return chat.render(
+        return chat_templates.render(
             template,
             some,
             add_generation_prompt=add_generation_prompt,

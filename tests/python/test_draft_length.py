@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 import llamatap as lt
-from llamatap.draft_length import DraftLength
+from llamatap.drafting.draft_length import DraftLength
 
 LONGEST = 8
 #: The seconds of a round with a draft of this length.

@@ -16,8 +16,8 @@ from tinies.rigged import by_token, cycle
 from tiny import TinyQwen3
 
 import llamatap as lt
-from llamatap._logprobs import of_logits
-from llamatap.generate import GenerateOptions, generate
+from llamatap.generation.api import GenerateOptions, generate
+from llamatap.generation.logprobs import of_logits
 from llamatap.sampler import SamplerOptions
 
 F = cycle()

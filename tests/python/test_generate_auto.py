@@ -18,7 +18,7 @@ from tinies.rigged import by_token, cycle, wrong_at
 from tiny import TinyLlama, TinyQwen35
 
 import llamatap as lt
-from llamatap.drafters import AUTO_LONGEST
+from llamatap.drafting.drafter import AUTO_LONGEST
 
 F = cycle()
 WRONG = wrong_at(F, range(64))
@@ -65,7 +65,7 @@ class Costly(Noting):
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """What the loop goes by, instead of the time."""
     found = Clock()
-    loop = importlib.import_module("llamatap._loop")
+    loop = importlib.import_module("llamatap.generation.scheduler")
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: found.now))
     return found
 

@@ -58,8 +58,8 @@ def test_every_second_is_in_its_figure(
     """By a clock that goes on where it is told to: passes, saving and taking back a memory; the drafter;
     verification."""
     clock = Clock()
-    loop = importlib.import_module("llamatap._loop")
-    rewind = importlib.import_module("llamatap._rewind")
+    loop = importlib.import_module("llamatap.generation.scheduler")
+    rewind = importlib.import_module("llamatap.generation.rollback")
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: clock.now))
 
     def slow(owner: Any, name: str, seconds: float) -> list[int]:
@@ -79,7 +79,7 @@ def test_every_second_is_in_its_figure(
     prompts = ragged(np.random.default_rng(5), model.n_vocab, (6, 31, 9))
     texts = [[*prompt, *by_hand(model, prompt, 20)] for prompt in prompts]
     decodes = slow(lt.Context, "_decode", 5.0)
-    kind = rewind._Saved if architecture == "qwen35" else rewind.Rewind
+    kind = rewind._Saved if architecture == "qwen35" else rewind.Rollback
     saves, backs = slow(kind, "before", 300.0), slow(kind, "back", 7000.0)
     verified = slow(loop._core, "verify", 0.1)
     drafter = Slow(model.n_vocab, texts, wrong=0.5)

@@ -17,7 +17,7 @@ from tinies import rigged
 from tinies.rigged import by_token, cycle, simulate, wrong_at
 
 import llamatap as lt
-from llamatap._text import TextStream
+from llamatap.generation.text_stream import TextStream
 
 F = cycle()
 END = 2

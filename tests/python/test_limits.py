@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import llamatap as lt
-from llamatap import _limits, _native
+from llamatap import _native, _system_limits
 
 MIB = 2**20
 GIB = 2**30
@@ -43,11 +43,11 @@ class Machine:
 
     @property
     def available(self) -> int:
-        return _limits.available_memory(self.root)
+        return _system_limits.available_memory(self.root)
 
     @property
     def quota(self) -> float | None:
-        return _limits.cpu_quota(self.root)
+        return _system_limits.cpu_quota(self.root)
 
 
 @pytest.fixture
@@ -68,8 +68,10 @@ def test_without_cgroups_the_machine_is_the_limit(machine: Machine) -> None:
 
 
 def test_without_proc_all_memory_of_the_machine(tmp_path: Path) -> None:
-    assert _limits.available_memory(tmp_path) == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert _limits.cpu_quota(tmp_path) is None
+    assert _system_limits.available_memory(tmp_path) == os.sysconf("SC_PHYS_PAGES") * os.sysconf(
+        "SC_PAGE_SIZE"
+    )
+    assert _system_limits.cpu_quota(tmp_path) is None
 
 
 def test_a_container_of_version_2(machine: Machine) -> None:
@@ -188,7 +190,7 @@ def test_a_full_cgroup_has_nothing_left(machine: Machine) -> None:
 def test_the_limits_of_the_process_hold() -> None:
     code = """
 import resource
-from llamatap._limits import available_memory
+from llamatap._system_limits import available_memory
 size = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize")) * 1024
 resource.setrlimit(resource.RLIMIT_AS, (size + 2**29, resource.RLIM_INFINITY))
 assert 2**28 < available_memory() < 1.03 * 2**29, available_memory()
@@ -200,7 +202,7 @@ assert 2**28 < available_memory() < 1.03 * 2**29, available_memory()
 
 def test_this_machine_has_memory() -> None:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert 2**20 < _limits.available_memory() < 64 * total
+    assert 2**20 < _system_limits.available_memory() < 64 * total
 
 
 @pytest.mark.parametrize(
@@ -211,7 +213,7 @@ def test_threads_are_those_that_the_quota_pays_for(
     monkeypatch: pytest.MonkeyPatch, n_cores: int, quota: float | None, expected: int
 ) -> None:
     monkeypatch.setattr(_native, "_physical_cores", lambda: n_cores)
-    monkeypatch.setattr(_limits, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(_system_limits, "cpu_quota", lambda: quota)
     assert _native.default_threads() == expected
 
 
@@ -219,7 +221,7 @@ def test_contexts_have_the_threads_of_the_quota(
     tiny_model: lt.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("llamatap.context.usable_cpus", lambda: set(range(8)))
-    monkeypatch.setattr(_limits, "cpu_quota", lambda: 1.5)
+    monkeypatch.setattr(_system_limits, "cpu_quota", lambda: 1.5)
     monkeypatch.setattr(_native, "_physical_cores", lambda: 8)
     with tiny_model.context(n_ctx=256) as context:
         assert context.n_threads == 2
@@ -227,7 +229,7 @@ def test_contexts_have_the_threads_of_the_quota(
         RuntimeWarning, match=r"n_threads=3 is more than the 2 CPUs' worth of time \(its CPU quota\)"
     ):
         tiny_model.context(n_ctx=256, n_threads=3).close()
-    monkeypatch.setattr(_limits, "cpu_quota", lambda: 16.0)
+    monkeypatch.setattr(_system_limits, "cpu_quota", lambda: 16.0)
     with pytest.warns(RuntimeWarning, match="n_threads=9 is more than the 8 CPUs of this process"):
         tiny_model.context(n_ctx=256, n_threads=9).close()
 
@@ -255,7 +257,10 @@ def test_a_real_quota() -> None:
             (folder / "cpu.max").write_text("100000 100000")
         else:
             (folder / "cpu.cfs_quota_us").write_text("100000")
-        code = "from llamatap import _limits, _native; print(_limits.cpu_quota(), _native.default_threads())"
+        code = (
+            "from llamatap import _native, _system_limits; "
+            "print(_system_limits.cpu_quota(), _native.default_threads())"
+        )
         assert _output_in(folder, code).split() == ["1.0", "1"]
     finally:
         folder.rmdir()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tiny import TinyGemma3, TinyLlama, TinyQwen35
 
 import llamatap as lt
-from llamatap import _saved
+from llamatap.storage import saved_sequences
 from reference import decoder
 
 
@@ -406,7 +406,7 @@ def test_a_failing_restore_takes_back_nothing_of_others(tiny_model: lt.Model) ->
     with tiny_model.context(n_ctx=256, **EXACT) as context:
         context.decode(lt.Batch.of([5, 6, 7]))
         # Right as far as llamatap looks: only the engine finds that it does not fit.
-        broken = _saved.pack(context._fingerprint(), b"\1\0\0\0" + b"\xff" * 64)
+        broken = saved_sequences.pack(context._fingerprint(), b"\1\0\0\0" + b"\xff" * 64)
         n_decoded = 3
         stop = threading.Event()
         wrong: list[BaseException] = []

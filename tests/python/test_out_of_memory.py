@@ -25,7 +25,7 @@ from tinies.files import FILES
 from tiny import TinyLlama
 
 import llamatap as lt
-from llamatap import _limits, dataset
+from llamatap import _system_limits, dataset
 from llamatap._native import _core, flush_log
 from llamatap.serve import create_app
 
@@ -45,7 +45,7 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
     """Lets a number of bytes be all the memory that is available."""
 
     def set_limit(size: float) -> None:
-        monkeypatch.setattr(_limits, "available_memory", lambda: max(1, int(size)))
+        monkeypatch.setattr(_system_limits, "available_memory", lambda: max(1, int(size)))
 
     return set_limit
 

@@ -315,30 +315,30 @@ def test_wrong_values(tiny_model: lt.Model) -> None:
 
 
 def test_the_core_says_what_is_wrong(tiny_model: lt.Model) -> None:
-    from llamatap import _logprobs
+    from llamatap.generation import logprobs
 
     with tiny_model.context(**CUT) as context:
         context.decode(lt.Batch.of([5, 6, 7]))
         for first_row, tokens, words in ((0, [5], "not an output"), (2, [259], "259"), (2, [5, 6], "row 3")):
             with pytest.raises(lt.InvalidInputError, match=words):
-                _logprobs.at_outputs(context, first_row, tokens, 0)
+                logprobs.at_outputs(context, first_row, tokens, 0)
         logits = context.logits()
     for bad in (np.nan, np.inf):
         logits[100] = bad
         with pytest.raises(lt.NotFiniteError):
-            _logprobs.of_logits(logits, 5, 2)
+            logprobs.of_logits(logits, 5, 2)
     logits[:] = -np.inf
     with pytest.raises(lt.NotFiniteError):
-        _logprobs.of_logits(logits, 5, 2)
+        logprobs.of_logits(logits, 5, 2)
 
 
 def test_log_probabilities_are_as_exact_as_numbers_are(rng: np.random.Generator) -> None:
-    from llamatap import _logprobs
+    from llamatap.generation import logprobs
 
     for scale in (0.1, 5.0, 80.0):
         logits = (scale * rng.standard_normal(50_000)).astype(np.float32)
         expected = log_softmax(logits)
-        found = _logprobs.of_logits(logits, 77, 40)
+        found = logprobs.of_logits(logits, 77, 40)
         assert found.logprob == pytest.approx(expected[77], abs=1e-5)
         assert all(value == pytest.approx(expected[token], abs=1e-5) for token, value in found.top)
         assert all(one[1] >= other[1] for one, other in pairwise(found.top))

@@ -19,7 +19,7 @@ from serving import running, tiny_options
 from tiny import TinyLlama
 
 import llamatap as lt
-from llamatap.extract import Extractor
+from llamatap.extraction.extractor import Extractor
 from llamatap.serve import ModelOptions, ServerOptions, create_app
 
 

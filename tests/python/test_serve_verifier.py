@@ -268,5 +268,7 @@ def test_the_model_is_hashed_before_the_first_answer(
     monkeypatch.setenv("LLAMATAP_CACHE", str(tmp_path / "cache") if remembered else "/dev/null/cache")
     path = tiny.write(tmp_path / "fresh.gguf")
     with running([tiny_options(path)], serving(folder)) as server:
-        monkeypatch.setattr("llamatap.cache.hash_file", lambda _: pytest.fail("hashed too late"))
+        monkeypatch.setattr(
+            "llamatap.storage.file_hashes.hash_file", lambda _: pytest.fail("hashed too late")
+        )
         assert read(ask(server))[2]["model_sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()

@@ -17,8 +17,8 @@ from tinies import rigged
 from tinies.rigged import cycle
 
 import llamatap as lt
-from llamatap._options import checked_options
-from llamatap.generate import generate
+from llamatap.generation.api import generate
+from llamatap.generation.options import checked_options
 
 
 @pytest.fixture(scope="module")

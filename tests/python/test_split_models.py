@@ -17,7 +17,7 @@ from conftest import EXACT
 from tiny import TinyLlama, copy_keys
 
 import llamatap as lt
-from llamatap._files import ModelFiles, shard_paths
+from llamatap.storage.model_files import ModelFiles, shard_paths
 
 
 def split(whole: Path, folder: Path, most: int = 15) -> list[Path]:

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from tiny import TinyLlama
 
 import llamatap as lt
-from llamatap.cache import file_sha256
+from llamatap.storage.file_hashes import file_sha256
 
 
 def test_the_array_outlives_model_and_context(tiny_path: Path) -> None:

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 import llamatap as lt
 from llamatap import connectors
 from llamatap.__main__ import main
-from llamatap._metadata import from_metadata, to_metadata
+from llamatap.storage.safetensors_metadata import from_metadata, to_metadata
 
 VALUES: dict[str, Any] = {
     "integer": 3,

@@ -15,7 +15,7 @@ import pytest
 
 import llamatap as lt
 from llamatap.__main__ import main
-from llamatap._unparsed import _pieces, unparsed
+from llamatap.chat.unparsed_tokens import _pieces, unparsed
 from llamatap.dataset.samples import Preparation, Preparer, prepare
 
 VOCABULARIES = Path(__file__).resolve().parents[2] / "vendor" / "llama.cpp" / "models"

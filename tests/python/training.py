@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import llamatap as lt
-from llamatap.generation import Stats
+from llamatap.generation.results import Stats
 from llamatap.train import DataBuffer, Sample
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from llamatap._check import shown
+from llamatap._validate import shown
 from llamatap.errors import InvalidInputError
 from llamatap.layers import LayerId
 

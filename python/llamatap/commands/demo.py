@@ -17,7 +17,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from llamatap import demo
+    from llamatap.commands import _demo_picture
 
-    demo.run(arguments.model, arguments.text, arguments.output)
+    _demo_picture.run(arguments.model, arguments.text, arguments.output)
     return 0

@@ -6,7 +6,6 @@ import argparse
 import time
 from pathlib import Path
 
-from llamatap._prompts import parse_window
 from llamatap.commands._options import (
     DTYPES,
     add_loading,
@@ -16,6 +15,7 @@ from llamatap.commands._options import (
     warn_of_cut,
 )
 from llamatap.errors import InvalidInputError
+from llamatap.extraction.inputs import parse_window
 from llamatap.layers import CONVENTIONS
 
 __all__ = ["add", "run"]

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from llamatap._check import integer
+from llamatap._validate import integer
 from llamatap.commands._options import add_threads, draft_length, read_text
 from llamatap.errors import InvalidInputError
 
@@ -49,7 +49,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from llamatap import Generation, Model, generate
-    from llamatap.model_drafters import DraftOptions, named_drafter
+    from llamatap.drafting.model_drafters import DraftOptions, named_drafter
 
     if arguments.drafter is None and arguments.n_max is not None:
         raise InvalidInputError("--n-max is of drafts; there is no --drafter")

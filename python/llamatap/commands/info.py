@@ -24,7 +24,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from llamatap import probe
-    from llamatap._unparsed import say
+    from llamatap.chat.unparsed_tokens import say
 
     found = probe(arguments.model, n_threads=arguments.threads)
     if arguments.json:

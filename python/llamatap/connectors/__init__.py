@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import Any
 
-from llamatap._check import shown
+from llamatap._validate import shown
 from llamatap.connectors.base import Connector, Stored
 from llamatap.connectors.callback import CallbackConnector
 from llamatap.connectors.collector import Collector

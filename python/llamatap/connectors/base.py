@@ -9,9 +9,9 @@ from typing import Any, TypedDict
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from llamatap._check import instance
+from llamatap._validate import instance
 from llamatap.errors import InvalidInputError
-from llamatap.generation import Generation, whole_states
+from llamatap.generation.results import Generation, whole_states
 from llamatap.states import States
 
 __all__ = ["Connector", "Stored", "tensors_of"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from numpy.typing import ArrayLike
 
-from llamatap._check import shown
+from llamatap._validate import shown
 from llamatap.connectors.base import Connector, Stored, tensors_of
 from llamatap.errors import InvalidInputError
 from llamatap.states import States

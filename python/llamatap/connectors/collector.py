@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from llamatap._check import instance, number, shown
+from llamatap._validate import instance, number, shown
 from llamatap.connectors.base import Connector
 from llamatap.errors import InvalidInputError
-from llamatap.generation import Generation, whole_states
+from llamatap.generation.results import Generation, whole_states
 from llamatap.states import DTYPES, States, dtype_name
 
 __all__ = ["Collector"]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from llamatap._check import integer, shown
+from llamatap._validate import integer, shown
 from llamatap.connectors.base import Connector, Stored, Transfer, tensors_of
 from llamatap.errors import InvalidInputError
 from llamatap.states import DTYPES, States, write_tensors

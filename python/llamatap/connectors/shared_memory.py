@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llamatap import _locks
-from llamatap._check import integer, shown
+from llamatap._validate import integer, shown
 from llamatap.connectors.base import Stored
 from llamatap.connectors.files import FileConnector, header_of
 from llamatap.errors import InvalidInputError
 from llamatap.states import States, write_tensors
+from llamatap.storage import locks
 
 __all__ = ["SharedMemoryConnector"]
 
@@ -129,12 +129,12 @@ def _locked_folder(parent: Path) -> Path:
         folder.mkdir(mode=0o700)
         handle = os.open(folder, os.O_RDONLY)
         fcntl.flock(handle, fcntl.LOCK_EX)
-        _locks.held(handle)
+        locks.held(handle)
         # Another one may have taken it for a leftover before it was locked. The handle is never closed: the
         # system does that when the process ends, however it ends.
         if folder.is_dir():
             return folder
-        _locks.let_go(handle)
+        locks.let_go(handle)
 
 
 def _remove_leftovers(parent: Path) -> None:
@@ -157,12 +157,12 @@ def _remove_writer(writer: Path) -> None:
 def _alone(folder: Path) -> Iterator[None]:
     """Whoever puts samples into the folder, or removes another's, waits until this is done."""
     handle = os.open(folder, os.O_RDONLY)
-    _locks.held(handle)
+    locks.held(handle)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
-        _locks.let_go(handle)
+        locks.let_go(handle)
 
 
 @contextlib.contextmanager

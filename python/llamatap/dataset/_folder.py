@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from llamatap import _locks
-from llamatap.cache import atomic_path
 from llamatap.errors import BusyError, InvalidInputError
+from llamatap.storage import locks
+from llamatap.storage.atomic_writes import atomic_path
 
 __all__ = ["MANIFEST", "SKIPPED", "STATUSES", "Folder"]
 
@@ -101,7 +101,7 @@ class Folder:
     @contextlib.contextmanager
     def _locked(self, name: str, kind: int) -> Iterator[None]:
         handle = os.open(self.work / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        _locks.held(handle)
+        locks.held(handle)
         try:
             try:
                 fcntl.flock(handle, kind | fcntl.LOCK_NB)
@@ -109,13 +109,13 @@ class Folder:
                 raise BusyError(f"another run is writing to {self.path}; wait for its end") from None
             yield
         finally:
-            _locks.let_go(handle)
+            locks.let_go(handle)
 
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
         """One process at a time: to begin a data set, and to finish it."""
         handle = os.open(self.work / "settle.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        _locks.held(handle)
+        locks.held(handle)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
             # A run that was killed while it had this lock left them: atomic_path's .NAME.XXXXXXXX
@@ -124,7 +124,7 @@ class Folder:
                     shutil.rmtree(leftover, ignore_errors=True)
             yield
         finally:
-            _locks.let_go(handle)
+            locks.let_go(handle)
 
     def forget(self) -> None:
         """Remove what is there while a data set is written, but for locks."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from llamatap._check import instance, shown
 from llamatap._extras import missing
+from llamatap._validate import instance, shown
 from llamatap.dataset._computed import Computed
 from llamatap.dataset._folder import Folder
 from llamatap.dataset._work import (
@@ -30,7 +30,7 @@ from llamatap.dataset.options import Options
 from llamatap.dataset.rows import Row, read_rows
 from llamatap.dataset.samples import Samples, prepare
 from llamatap.errors import Error, InvalidInputError
-from llamatap.extract import Extractor
+from llamatap.extraction.extractor import Extractor
 from llamatap.layers import LayerId
 from llamatap.model import Model
 from llamatap.states import dtype_name

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llamatap._history import THOUGHTS
-from llamatap.chat import GENERATION_END, GENERATION_START
+from llamatap.chat.history import THOUGHTS
+from llamatap.chat.template import GENERATION_END, GENERATION_START
 from llamatap.errors import InvalidInputError
 
 __all__ = ["DEGREES", "Degree", "Kind", "Mark", "Marks", "Message", "Place", "Writing"]

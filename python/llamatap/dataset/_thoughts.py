@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from llamatap._history import THOUGHTS
+from llamatap.chat.history import THOUGHTS
 from llamatap.dataset._marks import Message
 from llamatap.dataset._turns import Render, Turn, assistant_turns
 from llamatap.errors import InvalidInputError

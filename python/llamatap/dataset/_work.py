@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap._limits import require_memory
-from llamatap._packing import most_sequences, packs
+from llamatap._system_limits import require_memory
 from llamatap.dataset._computed import Computed
 from llamatap.dataset._folder import Folder
 from llamatap.dataset._writer import Writer
@@ -18,7 +17,8 @@ from llamatap.dataset.layouts import Layout
 from llamatap.dataset.options import Options
 from llamatap.dataset.samples import Preparation
 from llamatap.errors import InvalidInputError
-from llamatap.extract import Extractor
+from llamatap.extraction.extractor import Extractor
+from llamatap.extraction.packing import most_sequences, packs
 from llamatap.layers import LayerId, default_eagle3_layers, translate_for
 from llamatap.model import Model
 from llamatap.states import States

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap import chat
-from llamatap._check import shown
-from llamatap._history import SAID
 from llamatap._native import default_threads
-from llamatap._unparsed import say
+from llamatap._validate import shown
+from llamatap.chat import template as chat_templates
+from llamatap.chat.history import SAID
+from llamatap.chat.unparsed_tokens import say
 from llamatap.dataset._masking import Masker
 from llamatap.dataset._thoughts import Frame, frames, without_empty_thought
 from llamatap.dataset._turns import Render, assistant_turns
@@ -262,7 +262,7 @@ class Preparer:
         template = self._how.template or self._model.chat_template
         if template is not None:
             # Before there are marks in them.
-            messages = chat.read(template, messages)
+            messages = chat_templates.read(template, messages)
         render = self._render(_tools(tools) if tools else None)
         text = render(messages)
         if not text:

@@ -21,12 +21,12 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from llamatap import chat
-from llamatap._check import instance, integer, shown
-from llamatap._prompts import Window, bounds, prompt_tokens, window_text
+from llamatap._validate import instance, integer, shown
+from llamatap.chat import template as chat_templates
 from llamatap.context import Context
 from llamatap.errors import InvalidInputError
-from llamatap.extract import Extractor, extract
+from llamatap.extraction.extractor import Extractor, extract
+from llamatap.extraction.inputs import Window, bounds, prompt_tokens, window_text
 from llamatap.layers import LayerId, translate, translate_for
 from llamatap.model import Model
 from llamatap.presets import _file
@@ -96,7 +96,7 @@ class Preset:
                 "template_variables are for the model's own chat template; leave out template, or write what "
                 "they say into it"
             )
-        names = chat.free_variables(template)
+        names = chat_templates.free_variables(template)
         if "prompt" not in names:
             raise InvalidInputError("the template does not use the prompt; write {{ prompt }} where it goes")
         if others := names - {"prompt"}:
@@ -130,7 +130,7 @@ class Preset:
         """
         instance("prompt", prompt, str)
         if self.template is not None:
-            return chat.fill(self.template, prompt=prompt)
+            return chat_templates.fill(self.template, prompt=prompt)
         return model.apply_chat_template([{"role": "user", "content": prompt}], **self.template_variables)
 
     def layer_ids(self, model: Model) -> list[LayerId]:

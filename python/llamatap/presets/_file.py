@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
-from llamatap._prompts import Window, parse_window
 from llamatap.errors import InvalidInputError
+from llamatap.extraction.inputs import Window, parse_window
 from llamatap.layers import LayerId
 
 if sys.version_info >= (3, 11):

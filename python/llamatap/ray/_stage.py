@@ -15,7 +15,7 @@ from llamatap.dataset._work import chosen_layers, extraction, nonfinite, prepara
 from llamatap.dataset.rows import COLUMNS
 from llamatap.dataset.samples import Preparer
 from llamatap.errors import Error, InvalidInputError
-from llamatap.extract import Extractor
+from llamatap.extraction.extractor import Extractor
 from llamatap.model import Model
 from llamatap.states import DTYPES, States, dtype_name
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from llamatap._check import integer, shown
 from llamatap._extras import needs
+from llamatap._validate import integer, shown
 from llamatap.dataset import Job, Options, Report
 from llamatap.dataset._job import Progress
 from llamatap.dataset._work import Work, provenance
 from llamatap.dataset.rows import Row
 from llamatap.errors import EngineError, InvalidInputError
-from llamatap.extract import Extractor
+from llamatap.extraction.extractor import Extractor
 from llamatap.layers import LayerId
 from llamatap.model import Model
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llamatap.errors import UnsupportedError
-from llamatap.generation import Generation, TokenLogprobs
+from llamatap.generation.results import Generation, TokenLogprobs
 from llamatap.serve.errors import ApiError
 from llamatap.serve.openai_schema import ROLES, ChatRequest
 from llamatap.serve.state import Server

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from llamatap._options import pieces_of
-from llamatap._text import TextStream
-from llamatap.generation import Event, Generation, TokenLogprobs
+from llamatap.generation.options import pieces_of
+from llamatap.generation.results import Event, Generation, TokenLogprobs
+from llamatap.generation.text_stream import TextStream
 from llamatap.serve.echo import offsets_in, text_of
 from llamatap.serve.errors import ApiError
 from llamatap.serve.openai_schema import CompletionRequest

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Send
 
-from llamatap.generation import Event, Generation
+from llamatap.generation.results import Event, Generation
 from llamatap.serve.chat_job import ChatJob
 from llamatap.serve.completion_job import CompletionJob
 from llamatap.serve.disconnect import unless_gone

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from llamatap._check import integer
+from llamatap._validate import integer
 from llamatap.errors import InvalidInputError
 from llamatap.serve.errors import ApiError, error_response
 from llamatap.serve.logs import logger

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from llamatap import layers as layer_ids
-from llamatap._prompts import cut
 from llamatap.errors import ContextFullError, InvalidInputError, UnsupportedError
+from llamatap.extraction.inputs import cut
 from llamatap.layers import LayerId
 from llamatap.presets import Preset
 from llamatap.serve.disconnect import unless_gone

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from llamatap._check import integer
+from llamatap._validate import integer
 from llamatap.context import ContextOptions
 from llamatap.errors import InvalidInputError
 from llamatap.layers import LayerId

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from llamatap._metadata import to_metadata
+from llamatap.storage.safetensors_metadata import to_metadata
 
 __all__ = [
     "Encoding",

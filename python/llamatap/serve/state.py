@@ -8,8 +8,8 @@ import numpy as np
 from fastapi import Request
 from numpy.typing import NDArray
 
-from llamatap._prompts import prompt_tokens
 from llamatap.errors import InvalidInputError
+from llamatap.extraction.inputs import prompt_tokens
 from llamatap.model import Model
 from llamatap.presets import Preset, load_preset, preset_names
 from llamatap.serve.budget import Budget, Threads

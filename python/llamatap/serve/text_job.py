@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from llamatap import layers as layer_ids
 from llamatap.errors import ContextFullError
-from llamatap.generate import GenerateOptions
-from llamatap.generation import Event, Generation, TokenLogprobs
+from llamatap.generation.api import GenerateOptions
+from llamatap.generation.results import Event, Generation, TokenLogprobs
 from llamatap.layers import LayerId
 from llamatap.serve.errors import ApiError
 from llamatap.serve.openai_schema import Sampling

@@ -24,18 +24,18 @@ from numpy.typing import NDArray
 
 from llamatap._native import flush_log
 from llamatap.context import Context, ContextOptions
+from llamatap.drafting.model_drafters import DraftOptions, named_drafter
 from llamatap.errors import CancelledError, EngineError, Error, NotFiniteError, UnsupportedError
-from llamatap.extract import Extractor
-from llamatap.generate import GenerateOptions
-from llamatap.generation import Event
+from llamatap.extraction.extractor import Extractor
+from llamatap.generation.api import GenerateOptions
+from llamatap.generation.results import Event
+from llamatap.generation.session import Session
 from llamatap.layers import LayerId
 from llamatap.model import Model
-from llamatap.model_drafters import DraftOptions, named_drafter
 from llamatap.serve.errors import ApiError
 from llamatap.serve.metrics import Metrics
 from llamatap.serve.options import ModelOptions
 from llamatap.serve.shutdown import Ending, shutting_down
-from llamatap.session import Session
 from llamatap.states import States
 
 __all__ = ["Extraction", "ModelWorker"]

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap._check import integer, shown
+from llamatap._validate import integer, shown
 from llamatap.errors import InvalidInputError
 from llamatap.train.buffer import Sample
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from llamatap._check import flag, instance, integer
+from llamatap._validate import flag, instance, integer
 from llamatap.errors import InvalidInputError
-from llamatap.generation import Generation, whole_states
+from llamatap.generation.results import Generation, whole_states
 from llamatap.layers import LayerId, normalize
 from llamatap.states import DTYPES, States, dtype_name
 

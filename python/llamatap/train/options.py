@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from llamatap._check import flag, integer, number, shown
+from llamatap._validate import flag, integer, number, shown
 from llamatap.errors import InvalidInputError
 from llamatap.states import dtype_name
 from llamatap.train.batch import Pairing, TrainingBatch, nothing_to_train_on, trainable, training_batch

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from llamatap.cache import atomic_path
 from llamatap.dataset.rows import import_pyarrow
 from llamatap.dataset.samples import Sample
+from llamatap.storage.atomic_writes import atomic_path
 
 __all__ = ["write_dataset"]
 

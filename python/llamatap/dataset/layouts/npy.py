@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap.cache import atomic_path
 from llamatap.dataset._computed import boot_id
 from llamatap.dataset.layouts._layout import Layout
 from llamatap.layers import LayerId
 from llamatap.states import DTYPES
+from llamatap.storage.atomic_writes import atomic_path
 
 __all__ = ["NpyLayout"]
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap.cache import atomic_path
 from llamatap.dataset.layouts._layout import FilePerSample
+from llamatap.storage.atomic_writes import atomic_path
 
 if TYPE_CHECKING:
     import torch

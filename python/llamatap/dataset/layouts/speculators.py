@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap._metadata import to_metadata
 from llamatap.dataset.layouts._arrow import write_dataset
 from llamatap.dataset.layouts._layout import FilePerSample
 from llamatap.states import write_tensors
+from llamatap.storage.safetensors_metadata import to_metadata
 
 __all__ = ["SpeculatorsLayout"]
 

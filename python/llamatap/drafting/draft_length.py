@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
-from llamatap._check import integer
+from llamatap._validate import integer
 
 __all__ = ["DraftLength"]
 

@@ -1,4 +1,4 @@
-"""The cache folder: files fetched by ``llamatap fetch`` and the remembered hashes of model files."""
+"""Hashes of files: sha256, computed once and remembered in the cache folder."""
 
 from __future__ import annotations
 
@@ -7,45 +7,13 @@ import functools
 import hashlib
 import json
 import os
-import secrets
-import shutil
-import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["atomic_path", "cache_folder", "file_sha256", "hash_file", "sample_file"]
+from llamatap.storage.atomic_writes import atomic_path
+from llamatap.storage.cache_folder import cache_folder
 
-
-def cache_folder() -> Path:
-    """``$LLAMATAP_CACHE``, or ``llamatap`` in the user's cache folder."""
-    chosen = os.environ.get("LLAMATAP_CACHE")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llamatap"
-
-
-@contextlib.contextmanager
-def atomic_path(target: Path) -> Iterator[Path]:
-    """A path to write to, renamed to ``target`` at the end and removed on an error, as is all that writing it
-    leaves beside it.
-
-    It has the target's name, in a folder beside the target: the name with a dot before it and, after another
-    dot, eight hexadecimal digits. That folder is all that a killed process leaves.
-    """
-    folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    folder.mkdir(0o700)
-    try:
-        scratch = folder / target.name
-        # Has the kernel apply the umask, which cannot be read without setting it for all threads.
-        scratch.touch()
-        mode = stat.S_IMODE(scratch.stat().st_mode)
-        yield scratch
-        # The caller may have replaced it by a file of another mode.
-        scratch.chmod(mode)
-        scratch.replace(target)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+__all__ = ["file_sha256", "hash_file", "sample_file"]
 
 
 def hash_file(path: Path) -> str:

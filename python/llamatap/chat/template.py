@@ -8,8 +8,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from llamatap._check import shown
-from llamatap._history import history
+from llamatap._validate import shown
+from llamatap.chat.history import history
 from llamatap.errors import InvalidInputError
 
 if TYPE_CHECKING:

@@ -13,13 +13,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap import _logprobs
-from llamatap._holding import check_free, held, tidying
 from llamatap._native import _core, flush_log
-from llamatap._rewind import rewind_of
-from llamatap._sequence import NO_DRAFT, Prompt
 from llamatap.context import Batch, Context, Tap
-from llamatap.drafters import (
+from llamatap.drafting.drafter import (
     Draft,
     Drafter,
     DraftRequest,
@@ -30,17 +26,21 @@ from llamatap.drafters import (
     specs_of,
 )
 from llamatap.errors import EngineError, InvalidInputError, NotFiniteError, UnsupportedError
-from llamatap.generation import Event, Generation
+from llamatap.generation import logprobs
+from llamatap.generation.ownership import check_free, held, tidying
+from llamatap.generation.request import NO_DRAFT, Request
+from llamatap.generation.results import Event, Generation
+from llamatap.generation.rollback import rollback_of
 from llamatap.layers import LayerId, normalize
 from llamatap.states import States
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Loop"]
+__all__ = ["Scheduler"]
 
 
-class Loop:
+class Scheduler:
     """Scheduler: draft, forward pass, verify, for the waiting and in-flight requests of one context. Within a
     ``with`` block it has the context and the drafter for itself; the end of the block drops the requests in
     flight.
@@ -62,8 +62,8 @@ class Loop:
         self.context = context
         self.drafter = drafter
         #: Other threads may append to it.
-        self.waiting: deque[Prompt] = deque()
-        self.live: list[Prompt] = []
+        self.waiting: deque[Request] = deque()
+        self.live: list[Request] = []
         #: Set after a request was cancelled that may still be waiting.
         self.cancelling = False
         self.n_seqs = min([context.n_seq_max, *(spec.n_seq_max for spec in specs)])
@@ -72,7 +72,7 @@ class Loop:
         self.n_max = 0 if drafter is None else most_tokens(drafter)
         #: The layers whose states the drafter needs of every token.
         self.layers = () if drafter is None else _layers(drafter, context._loaded.n_layer)
-        self.rewind = rewind_of(context)
+        self.rollback = rollback_of(context)
         self.now = 0.0
 
     def __enter__(self) -> Self:
@@ -111,7 +111,7 @@ class Loop:
             if not self.context.closed:
                 self.context.native.memory_remove(seq, -1, -1)
 
-    def _spent(self, phase: Literal["target", "draft", "sampling"], *sequences: Prompt) -> None:
+    def _spent(self, phase: Literal["target", "draft", "sampling"], *sequences: Request) -> None:
         """Charge the seconds since the last call to these sequences, split by their entries in the pass."""
         before, self.now = self.now, time.perf_counter()
         n_rows = sum(one.n_rows for one in sequences)
@@ -138,7 +138,7 @@ class Loop:
         feeding = any(one.feeding for one in self.live)
         n_drafted = self._draft(feeding)
         self._feed()
-        for part in self.rewind.parts([one for one in self.live if one.n_rows > 0]):
+        for part in self.rollback.parts([one for one in self.live if one.n_rows > 0]):
             self._pass(part)
         if self.length is not None and not feeding:
             self.length.measure(n_drafted, self.now - started, len(self.live))
@@ -156,10 +156,10 @@ class Loop:
                 "a tap is open on this context, and the drafter or a prompt needs states; close it first"
             )
 
-    def _coming(self) -> list[Prompt]:
+    def _coming(self) -> list[Request]:
         return [*self.live, *list(self.waiting)[: len(self.free)]]
 
-    def _cancelled(self) -> list[Prompt]:
+    def _cancelled(self) -> list[Request]:
         """The cancelled requests, in flight or waiting; the latter leave the queue."""
         found = [one for one in self.live if one.cancelled.is_set()]
         if self.cancelling:
@@ -171,7 +171,7 @@ class Loop:
                     found.append(one)
         return found
 
-    def _new_events(self, sequences: Iterable[Prompt]) -> list[Event]:
+    def _new_events(self, sequences: Iterable[Request]) -> list[Event]:
         events: list[Event] = []
         finished: list[tuple[Callable[[Generation], object], Generation]] = []
         for sequence in sequences:
@@ -226,7 +226,7 @@ class Loop:
             longest = self.length.best(len(self.live))
         else:
             longest = self.length.choose(len(self.live))
-        longest = self.rewind.longest(longest)
+        longest = self.rollback.longest(longest)
         requests = {
             one.seq: DraftRequest(
                 one.tokens[-1], one.position, min(longest, rooms[one.seq]), one.sampler.seed
@@ -265,9 +265,9 @@ class Loop:
         left = max(n_batch - sum(one.n_rows for one in self.live), min(self.context.n_ubatch, n_batch))
         feeding = [one for one in self.live if one.feeding]
         # Rows that are outputs have logits each: no more than those of one ubatch at a time.
-        left_scored = min(left, self.rewind.most_rows)
+        left_scored = min(left, self.rollback.most_rows)
 
-        def feed(sequence: Prompt, parts: int) -> None:
+        def feed(sequence: Request, parts: int) -> None:
             nonlocal left, left_scored
             room = min(left, left_scored) if sequence.scored else left
             n_more = min(len(sequence.prompt) - sequence.fed - sequence.n_rows, -(-room // parts))
@@ -282,12 +282,12 @@ class Loop:
         for sequence in sorted(feeding, key=lambda one: len(one.prompt) - one.fed):
             feed(sequence, 1)
 
-    def _pass(self, sequences: Sequence[Prompt]) -> None:
+    def _pass(self, sequences: Sequence[Request]) -> None:
         """One decode of the target, then drafter, states, log-probabilities, verification and rollback."""
         batch = Batch()
         n_outputs = 0
         tap = self._tap(sequences)
-        self.rewind.before(sequences)
+        self.rollback.before(sequences)
         for sequence in sequences:
             sequence.first_row, sequence.first_output = len(batch), n_outputs
             if sequence.feeding:
@@ -331,7 +331,7 @@ class Loop:
         for sequence, n_accepted in taken_back:
             self._take_back(sequence, n_accepted)
 
-    def _tap(self, sequences: Iterable[Prompt]) -> Tap | None:
+    def _tap(self, sequences: Iterable[Request]) -> Tap | None:
         """The tap for a pass of these sequences: layers that the drafter or they want. None without any."""
         wanting = [one for one in sequences if one.wants_states]
         layers = dict.fromkeys(self.layers)
@@ -343,17 +343,17 @@ class Loop:
         every = len(self.layers) > 0 or any(one.feeding for one in wanting)
         return Tap(self.context, tuple(layers), "all" if every else "outputs", "float32")
 
-    def _score(self, sequence: Prompt) -> None:
+    def _score(self, sequence: Request) -> None:
         """Record the log-probabilities of prompt tokens, each from the logits of the token before it."""
         n_top = sequence.options.prompt_logprobs
         assert n_top is not None
         begin = sequence.fed - sequence.n_rows
         tokens = sequence.prompt[begin + 1 : sequence.fed + 1].tolist()
         first_row = sequence.first_row + 1 - sequence.n_rows
-        sequence.prompt_logprobs += _logprobs.at_outputs(self.context, first_row, tokens, n_top)
+        sequence.prompt_logprobs += logprobs.at_outputs(self.context, first_row, tokens, n_top)
         self._spent("sampling", sequence)
 
-    def _verify(self, sequence: Prompt, states: States | None) -> int:
+    def _verify(self, sequence: Request, states: States | None) -> int:
         """Verify the draft and append the chosen tokens. Returns the number of accepted drafted tokens."""
         options = sequence.options
         was_prompt = not sequence.tokens
@@ -385,7 +385,7 @@ class Loop:
                 break
         n_new = len(sequence.tokens) - before
         if options.logprobs is not None:
-            sequence.logprobs += _logprobs.at_outputs(
+            sequence.logprobs += logprobs.at_outputs(
                 self.context, sequence.first_row, sequence.tokens[before:], options.logprobs
             )
         sequence.stats.tokens = len(sequence.tokens)
@@ -410,7 +410,7 @@ class Loop:
             sequence.finish_reason = "context"
         return n_accepted
 
-    def _ends(self, sequence: Prompt, token: int) -> bool:
+    def _ends(self, sequence: Request, token: int) -> bool:
         """Append the text of the newest token. Returns whether the token ends the generation."""
         is_stop = token in sequence.options.stop_tokens or (
             not sequence.options.ignore_eos and self.context._loaded.is_end_of_generation(token)
@@ -422,14 +422,14 @@ class Loop:
             sequence.finish_reason = "length"
         return sequence.finish_reason is not None
 
-    def _take_back(self, sequence: Prompt, n_accepted: int) -> None:
+    def _take_back(self, sequence: Request, n_accepted: int) -> None:
         if sequence.finish_reason is None or not (
             sequence.options.states is None or sequence.last_is_computed
         ):
-            self.rewind.back(sequence, n_accepted)
+            self.rollback.back(sequence, n_accepted)
             self._spent("target", sequence)
 
-    def _finish(self, sequence: Prompt) -> None:
+    def _finish(self, sequence: Request) -> None:
         """Clean up once the last token is known: last state, held-back text, KV cache, sequence id."""
         states = sequence.options.states
         if states is not None and sequence.tokens and not sequence.last_is_computed:
@@ -446,7 +446,7 @@ class Loop:
         self.live.remove(sequence)
         self.free.append(sequence.seq)
 
-    def _compute_last(self, sequence: Prompt) -> None:
+    def _compute_last(self, sequence: Request) -> None:
         """Decode the last token for its state: no pass has computed it yet."""
         if sequence.position >= sequence.capacity:
             # The context is full: the last token gets no state.

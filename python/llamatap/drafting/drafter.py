@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from llamatap._check import NotCopied, instance, integer, shown
 from llamatap._native import _core, flush_log
+from llamatap._validate import NotCopied, instance, integer, shown
 from llamatap.context import Batch
-from llamatap.draft_length import DraftLength
+from llamatap.drafting.draft_length import DraftLength
 from llamatap.errors import ClosedError, InvalidInputError
 from llamatap.layers import LayerId
 from llamatap.model import token_array
 
 if TYPE_CHECKING:
-    from llamatap.speculative import SpeculativeContext
+    from llamatap.drafting.speculative_context import SpeculativeContext
 
 __all__ = [
     "AnyDrafter",

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llamatap._check import integer, number
-from llamatap._check import path as checked_path
+from llamatap._validate import integer, number
+from llamatap._validate import path as checked_path
 from llamatap.errors import Error, InvalidInputError
 
 __all__ = ["LayerProbe", "Probe", "probe"]
@@ -20,7 +20,7 @@ _TOKENS = 16
 _CHILD = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from llamatap.probe import _child
+from llamatap.probing import _child
 _child(sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4]))
 """
 
@@ -165,7 +165,7 @@ def _child(path: str, results: int, n_threads: int | None) -> None:
 def _find_out(path: Path, say: Callable[..., None], n_threads: int | None) -> None:
     import numpy as np
 
-    from llamatap.extract import Extractor
+    from llamatap.extraction.extractor import Extractor
     from llamatap.layers import LayerId
     from llamatap.model import Model
 

@@ -1,4 +1,4 @@
-"""Options of a generation request: checks, and making the request."""
+"""RequestOptions of a generation request: checks, and making the request."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamatap import layers as layer_ids
-from llamatap._check import flag, integer, shown
-from llamatap._sequence import Options, Prompt
-from llamatap._text import TextStream
+from llamatap._validate import flag, integer, shown
 from llamatap.context import Context
-from llamatap.drafters import Drafter
+from llamatap.drafting.drafter import Drafter
 from llamatap.errors import ContextFullError, InvalidInputError, UnsupportedError
-from llamatap.generation import Generation
+from llamatap.generation.request import Request, RequestOptions
+from llamatap.generation.results import Generation
+from llamatap.generation.text_stream import TextStream
 from llamatap.layers import LayerId
 from llamatap.model import Model
 from llamatap.sampler import Sampler, SamplerOptions
@@ -58,7 +58,7 @@ def checked_options(
     on_states: Callable[[Generation], object] | None = None,
     rejection: bool = False,
     **sampling: Unpack[SamplerOptions],
-) -> tuple[Options, SamplerOptions]:
+) -> tuple[RequestOptions, SamplerOptions]:
     """Split keyword arguments into the checked options of a request and those of its sampler, which checks
     them itself.
 
@@ -68,7 +68,7 @@ def checked_options(
         raise InvalidInputError(f"states must be 'last', 'full' or None, not {shown(states)}")
     # max_tokens=0 generates nothing: something of the prompt must be wanted.
     fewest = 0 if prompt_logprobs is not None or flag("prompt_states", prompt_states) else 1
-    options = Options(
+    options = RequestOptions(
         integer("max_tokens", max_tokens, fewest),
         _strings("stop", stop),
         _stop_tokens(model, stop_tokens),
@@ -107,10 +107,10 @@ def new_prompt(
     index: int,
     tokens: NDArray[np.int32],
     room: int,
-    options: Options,
+    options: RequestOptions,
     sampling: SamplerOptions,
     name: str = "the prompt",
-) -> Prompt:
+) -> Request:
     """A new request, not admitted yet.
 
     :param tokens: int32 ``(n,)``.
@@ -127,7 +127,7 @@ def new_prompt(
         for token in tokens[-sampling.get("penalty_last_n", 64) :].tolist():
             sampler.accept(token)
     text = TextStream(pieces_of(model), options.stop)
-    return Prompt(index, tokens, options, sampler, text, min(len(tokens) + options.max_tokens, room))
+    return Request(index, tokens, options, sampler, text, min(len(tokens) + options.max_tokens, room))
 
 
 #: Each as it is when it is off.

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Literal, cast, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap._check import flag, integer
-from llamatap._loop import Loop
-from llamatap._options import GenerateOptions, checked_options, new_prompt, room_of
-from llamatap._prompts import Input, is_single, prompt_tokens
+from llamatap._validate import flag, integer
 from llamatap.context import Context
-from llamatap.drafters import AnyDrafter, as_drafter
+from llamatap.drafting.drafter import AnyDrafter, as_drafter
 from llamatap.errors import InvalidInputError
-from llamatap.generation import Event, Generation
+from llamatap.extraction.inputs import Input, is_single, prompt_tokens
+from llamatap.generation.options import GenerateOptions, checked_options, new_prompt, room_of
+from llamatap.generation.results import Event, Generation
+from llamatap.generation.scheduler import Scheduler
 from llamatap.layers import LayerId
 from llamatap.model import Model
 
@@ -30,7 +30,7 @@ __all__ = ["GenerateOptions", "generate"]
 _MOST_SEQUENCES = 8
 
 
-def _events(loop: Loop) -> Generator[Event, None, None]:
+def _events(loop: Scheduler) -> Generator[Event, None, None]:
     events: Sequence[Event] = ()
     with loop:
         while loop.waiting or loop.live:
@@ -220,7 +220,7 @@ def generate(
         context = _context_for(model, capacities)
         room = room_of(context)
         rooms = [min(capacity, room) for capacity in capacities]
-    loop = Loop(context, chosen)
+    loop = Scheduler(context, chosen)
     base = secrets.randbits(31) if seed is None else integer("seed", seed, 0, 2**32 - 2)
     for index, (tokens, room) in enumerate(zip(texts, rooms, strict=True)):
         # Seeds far apart: no prompt gets the random numbers of another call with a nearby seed.

@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from llamatap._check import instance, integer
-from llamatap._closing import Closing
-from llamatap._holding import tidying
-from llamatap._loop import Loop
-from llamatap._options import GenerateOptions, checked_options, new_prompt, room_of
-from llamatap._prompts import Input, prompt_tokens
-from llamatap._sequence import Prompt
+from llamatap._closeable import Closeable
+from llamatap._validate import instance, integer
 from llamatap.context import Context
-from llamatap.drafters import AnyDrafter, as_drafter
+from llamatap.drafting.drafter import AnyDrafter, as_drafter
 from llamatap.errors import BusyError, ClosedError, InvalidInputError
-from llamatap.generation import Event
+from llamatap.extraction.inputs import Input, prompt_tokens
+from llamatap.generation.options import GenerateOptions, checked_options, new_prompt, room_of
+from llamatap.generation.ownership import tidying
+from llamatap.generation.request import Request
+from llamatap.generation.results import Event
+from llamatap.generation.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -30,7 +30,7 @@ __all__ = ["Session"]
 _logger = logging.getLogger("llamatap")
 
 
-class Session(Closing):
+class Session(Closeable):
     """Continuous batching in one context, for servers: prompts come at any time, each with its own options.
 
     Prompts wait in the order in which they came until there is a sequence and room for them. One thread calls
@@ -54,13 +54,13 @@ class Session(Closing):
         self._drafter = as_drafter(drafter)
         self._dropped: tuple[int, ...] = ()
         #: Prompts that are not finished.
-        self._prompts: dict[int, Prompt] = {}
+        self._prompts: dict[int, Request] = {}
         self._n_added = 0
         # For short work: numbering prompts, and whether more may be added.
         self._adding = threading.Lock()
         # For a round, which takes long: nobody waits for it, a second caller gets BusyError.
         self._stepping = threading.Lock()
-        self._loop = Loop(context, self._drafter)
+        self._loop = Scheduler(context, self._drafter)
         self._room = room_of(context)
         self._loop.__enter__()
         self._closed = False

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from llamatap.cache import file_sha256, sample_file
+from llamatap.storage.file_hashes import file_sha256, sample_file
 
 __all__ = ["ModelFiles", "shard_paths"]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from llamatap.context import Context
-from llamatap.drafters import Drafter, leaves
+from llamatap.drafting.drafter import Drafter, leaves
 from llamatap.errors import BusyError, InvalidInputError
 
 __all__ = ["check_free", "held", "tidying"]

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap._check import shown
+from llamatap._validate import shown
 from llamatap.errors import InvalidInputError
 from llamatap.model import Model, token_array
 from llamatap.states import dtype_name

@@ -6,15 +6,15 @@ from abc import abstractmethod
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from llamatap._check import NotCopied
+from llamatap._validate import NotCopied
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Closing"]
+__all__ = ["Closeable"]
 
 
-class Closing(NotCopied):
+class Closeable(NotCopied):
     """Owner of objects of the core until :meth:`close`, or the end of a ``with`` block."""
 
     @abstractmethod

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llamatap._sequence import Prompt
 from llamatap.context import Batch, Context
+from llamatap.generation.request import Request
 
-__all__ = ["Rewind", "rewind_of"]
+__all__ = ["Rollback", "rollback_of"]
 
 
-class Rewind:
+class Rollback:
     """Rollback in a memory that can remove any suffix of a sequence at any time."""
 
     def __init__(self, context: Context) -> None:
@@ -22,20 +22,20 @@ class Rewind:
         """The most tokens of a draft that can be rolled back, ``n`` or fewer."""
         return n
 
-    def parts(self, sequences: list[Prompt]) -> list[list[Prompt]]:
+    def parts(self, sequences: list[Request]) -> list[list[Request]]:
         """The sequences of each pass of a round."""
         return [sequences]
 
-    def before(self, sequences: Sequence[Prompt]) -> None:
+    def before(self, sequences: Sequence[Request]) -> None:
         """Prepare rollback of these sequences, before their pass."""
 
-    def back(self, sequence: Prompt, n_accepted: int) -> None:
+    def back(self, sequence: Request, n_accepted: int) -> None:
         """Roll back the rejected tokens of the draft: those from `sequence.position` on, after ``n_accepted``
         accepted ones."""
         self.context.native.memory_remove(sequence.seq, sequence.position, -1)
 
 
-class _Windows(Rewind):
+class _Windows(Rollback):
     """Rollback with sliding windows in a unified KV cache. A ubatch may overwrite tokens of any sequence that
     no window reaches any more, so drafts must be verified before the next ubatch: a pass with drafts is one
     ubatch."""
@@ -43,8 +43,8 @@ class _Windows(Rewind):
     def longest(self, n: int) -> int:
         return min(n, self.most_rows - 1)
 
-    def parts(self, sequences: list[Prompt]) -> list[list[Prompt]]:
-        parts: list[list[Prompt]] = []
+    def parts(self, sequences: list[Request]) -> list[list[Request]]:
+        parts: list[list[Request]] = []
         n_rows = 0
         for one in sorted(sequences, key=lambda one: one.feeding):
             last = parts[-1] if parts else None
@@ -56,14 +56,14 @@ class _Windows(Rewind):
         return parts
 
 
-class _LastUbatch(Rewind):
+class _LastUbatch(Rollback):
     """Rollback with recurrent layers, which can take back up to ``n_rs_seq`` tokens of the last ubatch, once.
     The engine splits sequences of different length, or many of them, into several ubatches."""
 
     def longest(self, n: int) -> int:
         return min(n, self.context.n_rs_seq, self.most_rows - 1)
 
-    def parts(self, sequences: list[Prompt]) -> list[list[Prompt]]:
+    def parts(self, sequences: list[Request]) -> list[list[Request]]:
         lengths = {len(one.draft.tokens) for one in sequences}
         n_rows = (1 + max(lengths, default=0)) * len(sequences)
         if lengths == {0} or (len(lengths) == 1 and n_rows <= self.most_rows):
@@ -71,7 +71,7 @@ class _LastUbatch(Rewind):
         return [[one] for one in sequences]
 
 
-class _Saved(Rewind):
+class _Saved(Rollback):
     """Rollback in memories that can remove nothing: save a sequence before its draft; then restore it and
     decode the accepted tokens again."""
 
@@ -79,13 +79,13 @@ class _Saved(Rewind):
         super().__init__(context)
         self._saved: dict[int, bytes] = {}
 
-    def before(self, sequences: Sequence[Prompt]) -> None:
+    def before(self, sequences: Sequence[Request]) -> None:
         self._saved.clear()
         for one in sequences:
             if len(one.draft.tokens):
                 self._saved[one.seq] = self.context.native.save(one.seq)
 
-    def back(self, sequence: Prompt, n_accepted: int) -> None:
+    def back(self, sequence: Request, n_accepted: int) -> None:
         native, seq = self.context.native, sequence.seq
         native.restore(seq, self._saved.pop(seq))
         batch = Batch()
@@ -96,11 +96,11 @@ class _Saved(Rewind):
         native.decode(batch)
 
 
-def rewind_of(context: Context) -> Rewind:
+def rollback_of(context: Context) -> Rollback:
     """The kind of rollback that the context's memory allows."""
     model = context._loaded
     if model.is_recurrent or model.is_hybrid:
         return _LastUbatch(context) if context.n_rs_seq > 0 else _Saved(context)
     if model.n_swa > 0 and not context.swa_full:
         return _Saved(context)
-    return _Windows(context) if model.n_swa > 0 and context.kv_unified else Rewind(context)
+    return _Windows(context) if model.n_swa > 0 and context.kv_unified else Rollback(context)

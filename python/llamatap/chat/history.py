@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llamatap._check import shown
+from llamatap._validate import shown
 from llamatap.errors import InvalidInputError
 
 __all__ = ["CALLS", "SAID", "THOUGHTS", "history"]

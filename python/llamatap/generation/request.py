@@ -10,21 +10,21 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap._text import TextStream
 from llamatap.context import Context
-from llamatap.drafters import Draft
-from llamatap.generation import Event, FinishReason, Generation, Stats, TokenLogprobs
+from llamatap.drafting.drafter import Draft
+from llamatap.generation.results import Event, FinishReason, Generation, Stats, TokenLogprobs
+from llamatap.generation.text_stream import TextStream
 from llamatap.layers import LayerId
 from llamatap.sampler import Sampler
 from llamatap.states import States
 
-__all__ = ["NO_DRAFT", "Options", "Prompt"]
+__all__ = ["NO_DRAFT", "Request", "RequestOptions"]
 
 NO_DRAFT = Draft(np.zeros(0, np.int32))
 
 
 @dataclass(frozen=True)
-class Options:
+class RequestOptions:
     """Checked options of one request, without those of its sampler."""
 
     max_tokens: int
@@ -40,14 +40,14 @@ class Options:
     rejection: bool
 
 
-class Prompt:
+class Request:
     """A request: a prompt and the tokens generated after it."""
 
     def __init__(
         self,
         index: int,
         prompt: NDArray[np.int32],
-        options: Options,
+        options: RequestOptions,
         sampler: Sampler,
         text: TextStream,
         capacity: int,

@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from llamatap import _limits, _saved
-from llamatap._check import flag, instance, integer, shown
-from llamatap._closing import Closing
+from llamatap import _system_limits
+from llamatap._closeable import Closeable
 from llamatap._native import _core, flush_log
+from llamatap._validate import flag, instance, integer, shown
 from llamatap.context import Context, Memory, thread_count
 from llamatap.errors import ClosedError, InvalidInputError, UnsupportedError
 from llamatap.layers import LayerId
 from llamatap.model import Model, token_array
+from llamatap.storage import saved_sequences
 
 if TYPE_CHECKING:
-    from llamatap.drafters import NativeDrafter
+    from llamatap.drafting.drafter import NativeDrafter
 
 __all__ = ["DraftOutput", "SpeculativeContext"]
 
@@ -66,7 +67,7 @@ def _integers(name: str, values: ArrayLike) -> NDArray[np.int32]:
         raise InvalidInputError(str(error).replace("token ids", name)) from None
 
 
-class SpeculativeContext(Closing):
+class SpeculativeContext(Closeable):
     """A draft model beside a target: one context for all sequences, with the calls that drafting is made of.
 
     :param context: the target's. It is kept alive, and the draft may use its token embedding and output head.
@@ -157,7 +158,7 @@ class SpeculativeContext(Closing):
                 type_v=type_v,
                 flash_attention=-1 if flash_attn is None else int(flag("flash_attn", flash_attn)),
                 kv_unified=unified,
-                memory_available=_limits.available_memory(),
+                memory_available=_system_limits.available_memory(),
             )
         finally:
             flush_log()
@@ -350,7 +351,7 @@ class SpeculativeContext(Closing):
 
     def save(self, seq: int = 0) -> bytes:
         """The draft's memory of a sequence, as :meth:`Context.save` gives the target's."""
-        return _saved.pack(self._fingerprint(), self.native.save(integer("a sequence id", seq)))
+        return saved_sequences.pack(self._fingerprint(), self.native.save(integer("a sequence id", seq)))
 
     def restore(self, seq: int, data: bytes | bytearray | memoryview) -> None:
         """Bring back what :meth:`save` gave.
@@ -358,7 +359,7 @@ class SpeculativeContext(Closing):
         :raises InvalidInputError: as :meth:`Context.restore`.
         """
         native, seq = self.native, integer("a sequence id", seq)
-        state = _saved.unpack(self._fingerprint(), data)
+        state = saved_sequences.unpack(self._fingerprint(), data)
         try:
             native.restore(seq, state)
         finally:

@@ -14,12 +14,10 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from llamatap import layers as layer_ids
-from llamatap._check import instance, integer, separate, shown
-from llamatap._closing import Closing
-from llamatap._limits import require_memory
+from llamatap._closeable import Closeable
 from llamatap._native import _core, flush_log
-from llamatap._packing import most_sequences, packs
-from llamatap._prompts import Input, Window, bounds, cut_prompt, is_single, out_array
+from llamatap._system_limits import require_memory
+from llamatap._validate import instance, integer, separate, shown
 from llamatap.context import Context, ContextOptions
 from llamatap.errors import (
     BusyError,
@@ -29,6 +27,8 @@ from llamatap.errors import (
     InvalidInputError,
     UnsupportedError,
 )
+from llamatap.extraction.inputs import Input, Window, bounds, cut_prompt, is_single, out_array
+from llamatap.extraction.packing import most_sequences, packs
 from llamatap.layers import LayerId
 from llamatap.model import Model
 from llamatap.states import DTYPES, States, dtype_name, typed_view
@@ -200,7 +200,7 @@ def _passes_last_block(model: Model, slots: Sequence[int]) -> bool:
     return any(nodes[slot][1] for slot in slots) or not model.layer_map.has_memory
 
 
-class Extractor(Closing):
+class Extractor(Closeable):
     """Extraction with chosen context options: a model and a context sized to the work.
 
     :param model: the model.

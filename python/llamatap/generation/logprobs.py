@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from llamatap._native import _core
 from llamatap.context import Context
-from llamatap.generation import TokenLogprobs
+from llamatap.generation.results import TokenLogprobs
 
 __all__ = ["at_outputs", "of_logits"]
 

@@ -6,13 +6,13 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict
 
-from llamatap._check import instance, integer, number
 from llamatap._native import _core, flush_log
+from llamatap._validate import instance, integer, number
 from llamatap.context import Batch, Context
-from llamatap.drafters import Drafter, NativeDrafter, NGramDrafter, check_shortest, longest_draft
+from llamatap.drafting.drafter import Drafter, NativeDrafter, NGramDrafter, check_shortest, longest_draft
+from llamatap.drafting.speculative_context import SpeculativeContext
 from llamatap.errors import InvalidInputError
 from llamatap.model import Model
-from llamatap.speculative import SpeculativeContext
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -1,0 +1,1 @@
+"""Chats as prompts: templates, the messages that they read, and tokens that they write in vain."""

@@ -1,0 +1,1 @@
+"""Drafting: drafters, the speculative context that model drafters work in, and how long a draft is."""

@@ -1,0 +1,1 @@
+"""Extraction: prompts in, the hidden states of the layers asked for out."""

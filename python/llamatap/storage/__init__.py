@@ -1,0 +1,1 @@
+"""Storage: cache folder, atomic writes, locks, file hashes, saved sequences, safetensors metadata."""
