@@ -21,12 +21,12 @@ from tiny import TinyLlama
 
 import llamatap as lt
 from llamatap.serve import ServerOptions
-from llamatap.serve.budget import Budget, ResponseEnd
+from llamatap.serve.app_state import Server
+from llamatap.serve.completions.schema import ChatRequest, CompletionRequest
 from llamatap.serve.errors import ApiError
 from llamatap.serve.fields import Body
-from llamatap.serve.hidden_states import HiddenStatesRequest
-from llamatap.serve.openai_schema import ChatRequest, CompletionRequest
-from llamatap.serve.state import Server
+from llamatap.serve.hidden_states.schema import HiddenStatesRequest
+from llamatap.serve.memory_budget import Budget, ResponseEnd
 
 MANY = 100_000
 

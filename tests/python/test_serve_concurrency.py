@@ -23,6 +23,8 @@ from serving import Running, running, tiny_options
 from tiny import TinyLlama
 
 import llamatap as lt
+from llamatap.serve.workers.tasks import GenerationTask
+from llamatap.serve.workers.text_generator import TextGenerator
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
@@ -256,14 +258,14 @@ def test_texts_that_failed_beside_others_go_on_together(path: Path, monkeypatch:
         monkeypatch.setattr(lt.Context, "_decode", fails_on_one)
         with ThreadPoolExecutor(4) as pool:
             gate = threading.Event()
-            admit = type(server.worker)._admit
+            admit = TextGenerator._admit
 
-            def admits(worker: Any, text: Any) -> None:
+            def admits(generator: TextGenerator, task: GenerationTask) -> None:
                 # So that all are let in at one time.
                 gate.wait(10)
-                admit(worker, text)
+                admit(generator, task)
 
-            monkeypatch.setattr(type(server.worker), "_admit", admits)
+            monkeypatch.setattr(TextGenerator, "_admit", admits)
             asked = [
                 pool.submit(server.client.post, "/v1/completions", json={**options, "prompt": one})
                 for one in prompts
@@ -411,7 +413,7 @@ def test_an_extraction_that_fails_leaves_others_alone(
 
     expected = single.states(input="a")
     monkeypatch.setattr(lt.Extractor, "__call__", fails)
-    single.worker._extractor.close()
+    single.worker.extractor.close()
     # Alone it is tried once more, in another context.
     assert single.states(input="a") == expected
     assert len(broken) == 1

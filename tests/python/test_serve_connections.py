@@ -24,7 +24,8 @@ from test_serve_load import FLAGS
 
 import llamatap as lt
 from llamatap.serve import ServerOptions
-from llamatap.serve.connections import Connection, ConnectionOptions
+from llamatap.serve.http.connection import Connection
+from llamatap.serve.http.connection_options import ConnectionOptions
 from llamatap.serve.payload import PiecewiseResponse
 
 HEAD = b"POST /v1/hidden_states HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

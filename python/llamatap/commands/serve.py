@@ -244,9 +244,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C; what was accepted is answered first."""
     with needs("server", "the server"):
         from llamatap.serve import create_app, logs
-        from llamatap.serve.connections import ConnectionOptions
-        from llamatap.serve.http_server import HttpServer
-        from llamatap.serve.limits import is_loopback
+        from llamatap.serve.http.connection_options import ConnectionOptions
+        from llamatap.serve.http.request_checks import is_loopback
+        from llamatap.serve.http.server import HttpServer
     options = _options(arguments)
     if not is_loopback(arguments.host) and options.api_key is None and not arguments.insecure:
         raise InvalidInputError(

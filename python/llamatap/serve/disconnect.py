@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
+from llamatap.serve.app_state import server_of
 from llamatap.serve.shutdown import shutting_down
-from llamatap.serve.state import server_of
 
 __all__ = ["ClientGoneError", "unless_gone"]
 

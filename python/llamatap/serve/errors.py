@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
@@ -21,9 +22,9 @@ from llamatap.errors import (
     OutOfMemoryError,
     UnsupportedError,
 )
-from llamatap.serve.messages import unreadable_body, validation_message
+from llamatap.serve.body_errors import unreadable_body, validation_message
 
-__all__ = ["ApiError", "ErrorResponse", "api_error", "error_response", "install"]
+__all__ = ["ApiError", "ErrorResponse", "api_error", "error_body", "error_response", "install"]
 
 _logger = logging.getLogger("llamatap.serve")
 
@@ -78,13 +79,17 @@ def api_error(error: BaseException) -> ApiError:
     return ApiError(500, "internal_error", "internal_error", message)
 
 
+def error_body(error: ApiError) -> dict[str, Any]:
+    """The body of an error's response, or its event in a stream."""
+    return {"error": {"message": str(error), "type": error.kind, "code": error.code}}
+
+
 def error_response(error: ApiError) -> Response:
     """The response of an error."""
-    body = {"error": {"message": str(error), "type": error.kind, "code": error.code}}
     headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return Response(orjson.dumps(body), error.status, headers, "application/json")
+    return Response(orjson.dumps(error_body(error)), error.status, headers, "application/json")
 
 
 def install(app: FastAPI) -> None:

@@ -9,7 +9,16 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 __all__ = ["Biases", "Body", "Ids", "Prompts", "Texts"]
@@ -44,7 +53,7 @@ def _token_ids(value: Any) -> Any:
     return value
 
 
-#: By token id, which is a string of digits as keys of JSON are: what is added to its logit.
+#: By token id, in JSON a string of digits: the number added to its logit.
 Biases: TypeAlias = Annotated[
     dict[
         Annotated[str, Field(pattern=f"^{_TOKEN_ID}$")],
@@ -52,6 +61,7 @@ Biases: TypeAlias = Annotated[
     ],
     Field(max_length=_MOST_BIASES),
     BeforeValidator(_token_ids),
+    AfterValidator(lambda biases: {int(token): bias for token, bias in biases.items()}),
 ]
 
 
@@ -80,7 +90,7 @@ Prompts: TypeAlias = Annotated[
 
 
 class Body(BaseModel):
-    """An object whose fields are all known, each of the very type that it should have."""
+    """A request: all fields known, and of exactly their type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -88,7 +98,8 @@ class Body(BaseModel):
     @classmethod
     def _known(cls, data: Any) -> Any:
         if isinstance(data, dict):
-            unknown = next((name for name in data if name not in cls.model_fields), None)
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            unknown = next((name for name in data if name not in known), None)
             if unknown is not None:
                 raise PydanticCustomError(
                     "unknown_field",

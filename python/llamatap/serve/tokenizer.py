@@ -9,9 +9,9 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from llamatap.model import Model
+from llamatap.serve.app_state import server_of
 from llamatap.serve.errors import ErrorResponse
 from llamatap.serve.fields import Body, Ids
-from llamatap.serve.state import server_of
 
 __all__ = ["router"]
 
@@ -75,7 +75,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
         tokens = worker.model.tokenize(body.prompt, add_special=body.add_special_tokens).tolist()
         texts = [_text(worker.model, token) for token in tokens] if body.return_token_strs else None
         return TokenizeResponse(
-            count=len(tokens), max_model_len=worker.text_limit, tokens=tokens, token_strs=texts
+            count=len(tokens), max_model_len=worker.limits.text, tokens=tokens, token_strs=texts
         )
 
     return await server.threads.run(work)

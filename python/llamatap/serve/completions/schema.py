@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API for completions, as far as they are served, and extensions of it.
+"""Requests for completions: OpenAI's API as far as it is served, and extensions of it.
 
 https://platform.openai.com/docs/api-reference; ``return_token_ids``, ``prompt_logprobs``,
 ``add_generation_prompt`` and ``continue_final_message`` are vLLM's, ``return_hidden_states`` is SGLang's.
@@ -6,20 +6,21 @@ https://platform.openai.com/docs/api-reference; ``return_token_ids``, ``prompt_l
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias, cast
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from llamatap.generation.api import GenerateOptions
 from llamatap.serve.fields import Biases, Body, Ids, Prompts
 
 __all__ = ["ROLES", "ChatRequest", "CompletionRequest", "ModelCard", "ModelList", "Sampling"]
 
 
 class Unserved:
-    """Annotates a field of OpenAI's, or of a server like it, that is not served: clients send many of them
-    with values that ask for nothing, and those are taken.
+    """Annotation of a field of OpenAI's, or of a server like it, that is not served. Clients send many such
+    fields with values that ask for nothing, and these are accepted.
 
     :param values: such values, besides null.
     """
@@ -46,23 +47,33 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+#: As vLLM does, lest logits overflow.
+_Temperature: TypeAlias = Annotated[float, AfterValidator(lambda value: value if value >= 1e-5 else 0.0)]
+#: -1 is vLLM's "of all", which is 0 here.
+_TopK: TypeAlias = Annotated[int, AfterValidator(lambda value: max(value, 0))]
+
+
 class Sampling(Body):
-    """Fields that completions of both kinds share."""
+    """Fields that completions of both kinds share.
+
+    A field that is an option of :func:`llamatap.generate` has the option's name, and an alias where OpenAI or
+    vLLM call it otherwise.
+    """
 
     model: str = Field(description="a name of GET /v1/models")
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
-    temperature: float | None = Field(
+    temperature: _Temperature | None = Field(
         None,
         ge=0,
         le=100,
         description="default 1; 0 takes the most likely token, and so does less than 1e-5",
     )
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=2**31 - 1, description="0 or -1: of all")
+    top_k: _TopK | None = Field(None, ge=-1, le=2**31 - 1, description="0 or -1: of all")
     min_p: float | None = Field(None, ge=0, le=1)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    repeat_penalty: float | None = Field(None, alias="repetition_penalty", gt=0, le=10)
     logit_bias: Biases | None = Field(
         None, description="by token id, -100..100: added to its logit before all else"
     )
@@ -70,7 +81,7 @@ class Sampling(Body):
     stop: str | Annotated[list[str], Field(fail_fast=True, max_length=16)] | None = Field(
         None, description="strings that end the text, and are not part of it"
     )
-    stop_token_ids: Annotated[Ids, Field(max_length=256)] | None = None
+    stop_tokens: Annotated[Ids, Field(max_length=256)] | None = Field(None, alias="stop_token_ids")
     ignore_eos: bool | None = None
     n: int | None = Field(None, ge=1, le=16, description="texts for each prompt")
     prompt_logprobs: int | None = Field(
@@ -108,9 +119,16 @@ class Sampling(Body):
     truncate_prompt_tokens: Annotated[Any, Unserved()] = None
     use_beam_search: Annotated[Any, Unserved(False)] = None
 
+    def generate_options(self) -> GenerateOptions:
+        """The options of :func:`llamatap.generate` that the request gives."""
+        given = {name: getattr(self, name, None) for name in GenerateOptions.__annotations__}
+        options = cast("GenerateOptions", {name: value for name, value in given.items() if value is not None})
+        options.setdefault("temperature", 1.0)
+        return options
+
 
 class CompletionRequest(Sampling):
-    """Continue prompts."""
+    """A request of ``/v1/completions``: continue prompts."""
 
     prompt: Prompts = Field(description="text, token ids, or a list of either")
     max_tokens: int | None = Field(
@@ -142,7 +160,7 @@ class Message(BaseModel):
 
 
 class ChatRequest(Sampling):
-    """Answer a conversation, by the model's own chat template."""
+    """A request of ``/v1/chat/completions``: answer a conversation, with the model's own chat template."""
 
     messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1, max_length=1024)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)

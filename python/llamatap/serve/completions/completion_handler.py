@@ -1,4 +1,4 @@
-"""A request of ``/v1/completions``: prompts as they are, and its answer's shape."""
+"""Handler of ``/v1/completions``: takes prompts as they are, and shapes the answer."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ from typing import Any, TypeAlias
 from llamatap.generation.options import pieces_of
 from llamatap.generation.results import Event, Generation, TokenLogprobs
 from llamatap.generation.text_stream import TextStream
-from llamatap.serve.echo import offsets_in, text_of
+from llamatap.serve.app_state import Server
+from llamatap.serve.completions.echo import offsets_in, text_of
+from llamatap.serve.completions.logprobs import finite
+from llamatap.serve.completions.schema import CompletionRequest
+from llamatap.serve.completions.text_handler import TextHandler
 from llamatap.serve.errors import ApiError
-from llamatap.serve.openai_schema import CompletionRequest
 from llamatap.serve.payload import as_array
-from llamatap.serve.state import Server
-from llamatap.serve.text_job import TextJob, finite
-from llamatap.serve.worker import ModelWorker
+from llamatap.serve.workers.model_worker import ModelWorker
 
-__all__ = ["CompletionJob"]
+__all__ = ["CompletionHandler"]
 
 #: A token of the legacy ``logprobs``, its log-probabilities (None of the first one of a prompt), and the
 #: character where it begins.
 _Row: TypeAlias = "tuple[int, TokenLogprobs | None, int]"
 
 
-class CompletionJob(TextJob):
-    """A request of ``/v1/completions``."""
+class CompletionHandler(TextHandler):
+    """Handles one request of ``/v1/completions``."""
 
-    kind = chunk_kind = "text_completion"
-    prefix = "cmpl"
-    scores_choices = True
-    scores_streams = "ask without stream, or with echo and logprobs"
+    object_name = chunk_object_name = "text_completion"
+    id_prefix = "cmpl"
+    choices_have_prompt_logprobs = True
+    stream_advice = "ask without stream, or with echo and logprobs"
     body: CompletionRequest
 
     def __init__(self, server: Server, worker: ModelWorker, body: CompletionRequest) -> None:
@@ -93,25 +94,23 @@ class CompletionJob(TextJob):
         if logprobs is not None:
             stream = self._streams.setdefault(index, self._new_stream())
             rows = self._rows([logprobs], stream, self._echoed.get(index, 0))
-        return self._piece(index, text, rows)
+        return self._chunk_choice(index, text, rows)
 
-    def has_prologue(self, index: int) -> bool:
+    def must_echo(self, index: int) -> bool:
         return bool(self.body.echo) and index not in self._echoed
 
-    def prologue(self, index: int, event: Event) -> list[dict[str, Any]]:
-        if not self.has_prologue(index):
-            return []
+    def echo(self, index: int, event: Event) -> dict[str, Any]:
         text, rows = self._prompt(index, event.prompt_logprobs)
         self._echoed[index] = len(text)
-        piece = self._piece(index, text, None if self.body.logprobs is None else rows)
-        return [piece | {"token_ids": []} if self.body.return_token_ids else piece]
+        choice = self._chunk_choice(index, text, None if self.body.logprobs is None else rows)
+        return choice | {"token_ids": []} if self.body.return_token_ids else choice
 
-    def _piece(self, index: int, text: str, rows: Sequence[_Row] | None) -> dict[str, Any]:
+    def _chunk_choice(self, index: int, text: str, rows: Sequence[_Row] | None) -> dict[str, Any]:
         found = None if rows is None else self._logprobs(rows)
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": found, "finish_reason": None}
         if self.body.return_token_ids and index not in self._opened:
             self._opened.add(index)
-            choice["prompt_token_ids"] = self.prompts[index // self.n].tolist()
+            choice["prompt_token_ids"] = self.prompt_tokens[index // self.n].tolist()
         return choice
 
     def _new_stream(self) -> TextStream:
@@ -120,11 +119,11 @@ class CompletionJob(TextJob):
 
     def _prompt(self, index: int, logprobs: Sequence[TokenLogprobs | None] | None) -> tuple[str, list[_Row]]:
         """The text of a choice's prompt, and where log-probabilities are wanted, its tokens' rows."""
-        given = self.given[index // self.n]
+        given = self.prompts[index // self.n]
         text = text_of(self.model, given)
         if self.body.logprobs is None or logprobs is None:
             return text, []
-        tokens = self.prompts[index // self.n].tolist()
+        tokens = self.prompt_tokens[index // self.n].tolist()
         offsets = offsets_in(self.model, given, tokens)
         return text, list(zip(tokens, logprobs, offsets, strict=True))
 

@@ -14,9 +14,10 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from llamatap.serve.connections import ConnectionOptions, HttpConfig
+from llamatap.serve.app_state import Server
+from llamatap.serve.http.connection import HttpConfig
+from llamatap.serve.http.connection_options import ConnectionOptions
 from llamatap.serve.logs import logger
-from llamatap.serve.state import Server
 
 __all__ = ["HttpServer"]
 

@@ -12,13 +12,13 @@ from llamatap.errors import InvalidInputError
 from llamatap.extraction.inputs import prompt_tokens
 from llamatap.model import Model
 from llamatap.presets import Preset, load_preset, preset_names
-from llamatap.serve.budget import Budget, Threads
 from llamatap.serve.errors import ApiError
+from llamatap.serve.memory_budget import Budget, Threads
 from llamatap.serve.metrics import Metrics
 from llamatap.serve.options import ServerOptions
 from llamatap.serve.shutdown import Ending
 from llamatap.serve.verifier import VerifierFiles
-from llamatap.serve.worker import ModelWorker
+from llamatap.serve.workers.model_worker import ModelWorker
 
 __all__ = ["Server", "server_of"]
 
