@@ -47,10 +47,12 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-#: As vLLM does, lest logits overflow.
-_Temperature: TypeAlias = Annotated[float, AfterValidator(lambda value: value if value >= 1e-5 else 0.0)]
-#: -1 is vLLM's "of all", which is 0 here.
-_TopK: TypeAlias = Annotated[int, AfterValidator(lambda value: max(value, 0))]
+#: Nearly 0 is 0, as in vLLM: logits divided by it would overflow.
+_Temperature: TypeAlias = Annotated[
+    float, Field(ge=0, le=100), AfterValidator(lambda value: value if value >= 1e-5 else 0.0)
+]
+#: -1 means all tokens in vLLM; here 0 does.
+_TopK: TypeAlias = Annotated[int, Field(ge=-1, le=2**31 - 1), AfterValidator(lambda value: max(value, 0))]
 
 
 class Sampling(Body):
@@ -64,12 +66,10 @@ class Sampling(Body):
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     temperature: _Temperature | None = Field(
         None,
-        ge=0,
-        le=100,
         description="default 1; 0 takes the most likely token, and so does less than 1e-5",
     )
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: _TopK | None = Field(None, ge=-1, le=2**31 - 1, description="0 or -1: of all")
+    top_k: _TopK | None = Field(None, description="0 or -1: of all")
     min_p: float | None = Field(None, ge=0, le=1)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
