@@ -526,7 +526,7 @@ MUTATIONS = [
     Mutation(
         "prompts are cut on the left",
         "python/llamatap/serve/hidden_states/checked_request.py",
-        "cut(worker.model, prompt, whole, max_length)",
+        "cut_tokens(worker.model, prompt, whole, max_length)",
         "whole[-max_length:]",
         "tests/python/test_serve_hidden_states.py -k defaults",
     ),

@@ -10,6 +10,7 @@ import anyio.to_thread
 from fastapi import FastAPI, Request, Response
 
 from llamatap.errors import InvalidInputError
+from llamatap.loaded_model import files_of
 from llamatap.serve import errors, page, tokenizer
 from llamatap.serve.app_state import Server, server_of
 from llamatap.serve.completions.routes import router as completions_router
@@ -71,7 +72,7 @@ def _load(models: Sequence[ModelOptions], options: ServerOptions) -> Server:
             if verifier is not None:
                 verifier.layers(worker.model)
             # The hash is cached; otherwise the first answer would wait for it.
-            worker.model.files.sha256()
+            files_of(worker.model).sha256()
         server = Server(workers, options, metrics, verifier, ending)
         undo.pop_all()
     return server

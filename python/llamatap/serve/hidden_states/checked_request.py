@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from llamatap import layers as layer_ids
 from llamatap.errors import ContextFullError, InvalidInputError
-from llamatap.extraction.inputs import cut
+from llamatap.extraction.inputs import cut_tokens
 from llamatap.layers import LayerId
 from llamatap.presets import Preset
 from llamatap.serve.app_state import Server
@@ -189,7 +189,7 @@ def _task(
     max_length: int,
 ) -> ExtractionTask:
     whole = server.tokens(worker.model, prompt)
-    tokens = cut(worker.model, prompt, whole, max_length)
+    tokens = cut_tokens(worker.model, prompt, whole, max_length)
     if len(tokens) > (limit := worker.limits.prompt) > 0:
         raise ContextFullError(
             f"the prompt has {len(tokens)} tokens; {worker.name} was trained for {limit}: cut it with "

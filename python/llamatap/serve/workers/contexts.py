@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llamatap._native import native_of
 from llamatap.context import Context, ContextOptions
 from llamatap.drafting.model_drafters import DraftOptions, named_drafter
 from llamatap.generation.session import Session
@@ -22,7 +23,7 @@ def try_contexts(model: Model, options: ModelOptions, n_ctx: int) -> Session | N
     # A drafter file has no context of its own.
     small: ContextOptions = {**options.context, "n_ctx": 256, "n_batch": 1, "n_ubatch": 1}
     with Context(model, **small) as context:
-        generates = context.native.has_memory and context.native.causal
+        generates = native_of(context).has_memory and native_of(context).causal
     if options.drafter is not None:
         return new_session(model, options, n_ctx)
     if generates:
@@ -44,6 +45,6 @@ def new_session(model: Model, options: ModelOptions, n_ctx: int) -> Session:
 
 
 def _text_context(model: Model, options: ModelOptions, n_ctx: int) -> Context:
-    parallel = options.parallel if model.native.batches_sequences else 1
+    parallel = options.parallel if native_of(model).batches_sequences else 1
     sizes: ContextOptions = {**options.context, "n_ctx": n_ctx, "n_seq_max": parallel}
     return Context(model, **sizes)
