@@ -77,7 +77,7 @@ class Noting(lt.Drafter):
         #: Of each batch, how many entries each sequence had.
         self.batches: list[dict[int, int]] = []
 
-    def process(self, batch: lt.Batch) -> None:
+    def process(self, batch: lt.Batch, states: lt.States | None = None) -> None:
         counts: dict[int, int] = {}
         for token, position, (seq,) in zip(
             batch.tokens.tolist(), batch.positions.tolist(), batch.sequences, strict=True

@@ -235,10 +235,10 @@ def test_long_prompts_enter_in_pieces(
     class Seeing(Noting):
         target_layers = (1, -1)
 
-        def process(self, batch: lt.Batch) -> None:
-            super().process(batch)
-            assert context.tapped is not None
-            shapes.append(context.tapped.array.shape[0])
+        def process(self, batch: lt.Batch, states: lt.States | None = None) -> None:
+            super().process(batch, states)
+            assert states is not None
+            shapes.append(states.array.shape[0])
 
     options = {"n_ctx": 2048, "n_seq_max": n_seq_max, "n_batch": n_batch, "n_ubatch": 8, **EXACT}
     with tiny_model.context(**options) as context:

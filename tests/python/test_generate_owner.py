@@ -47,8 +47,8 @@ def test_the_memory_is_not_changed_under_a_generation(name: str, world: World) -
     """Neither between its rounds, nor by its drafter, nor while it holds nothing for a moment."""
 
     class Meddling(Guessing):
-        def process(self, batch: lt.Batch) -> None:
-            super().process(batch)
+        def process(self, batch: lt.Batch, states: lt.States | None = None) -> None:
+            super().process(batch, states)
             with pytest.raises(lt.BusyError, match="generation is going on"):
                 CHANGES[name](world.context)
 
@@ -71,10 +71,11 @@ def test_a_drafter_may_look_at_the_context(world: World) -> None:
         target_layers = (1,)
         saved = b""
 
-        def process(self, batch: lt.Batch) -> None:
-            super().process(batch)
-            assert world.context.tapped is not None
-            assert len(world.context.tapped.array) == len(batch)
+        def process(self, batch: lt.Batch, states: lt.States | None = None) -> None:
+            super().process(batch, states)
+            assert states is not None
+            assert states.tokens.tolist() == batch.tokens.tolist()
+            assert states.layers == (1,)
             assert world.context.memory.last(0) >= 0
             self.saved = world.context.save(0)
 

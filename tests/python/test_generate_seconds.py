@@ -27,8 +27,8 @@ class Slow(Guessing):
 
     clock: Clock
 
-    def process(self, batch: lt.Batch) -> None:
-        super().process(batch)
+    def process(self, batch: lt.Batch, states: lt.States | None = None) -> None:
+        super().process(batch, states)
         self.clock.now += 1e-4
 
     def draft(self, requests: Mapping[int, lt.DraftRequest]) -> Mapping[int, lt.Draft]:

@@ -94,9 +94,9 @@ def test_events_come_as_soon_as_the_tokens_are_known(rigged_model: lt.Model) -> 
         return by_token(F)(tokens.tolist(), count) if count else []
 
     class Counting(lt.CallableDrafter):
-        def process(self, batch: lt.Batch) -> None:
+        def process(self, batch: lt.Batch, states: lt.States | None = None) -> None:
             passes.append(len(batch))
-            super().process(batch)
+            super().process(batch, states)
 
     with rigged_model.context(n_ctx=256, **EXACT) as context:
         for length, expected in (

@@ -53,9 +53,9 @@ class Failing(Guessing):
             if self.countdown == 0:
                 raise LookupError("the cause")
 
-    def process(self, batch: llamatap.Batch) -> None:
+    def process(self, batch: llamatap.Batch, states: llamatap.States | None = None) -> None:
         self._maybe("process")
-        super().process(batch)
+        super().process(batch, states)
 
     def draft(self, requests: Mapping[int, llamatap.DraftRequest]) -> Mapping[int, llamatap.Draft]:
         self._maybe("draft")
@@ -352,8 +352,8 @@ def test_one_thread_at_a_time_is_in_a_step(world: World) -> None:
     inside, go_on = threading.Event(), threading.Event()
 
     class Waiting(Noting):
-        def process(self, batch: llamatap.Batch) -> None:
-            super().process(batch)
+        def process(self, batch: llamatap.Batch, states: llamatap.States | None = None) -> None:
+            super().process(batch, states)
             calls: list[Callable[[], Any]] = [session.step, session.close]
             for call in calls:
                 with pytest.raises(lt.BusyError, match="step"):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from llamatap._validate import flag, integer
 from llamatap.context import Context
-from llamatap.drafting.drafter import AnyDrafter, as_drafter
+from llamatap.drafting.any_drafter import AnyDrafter, as_drafter
 from llamatap.errors import InvalidInputError
 from llamatap.extraction.inputs import Input, is_single, prompt_tokens
 from llamatap.generation.options import GenerateOptions, checked_options, new_prompt, room_of

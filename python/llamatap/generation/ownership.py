@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from llamatap.context import Context
-from llamatap.drafting.drafter import Drafter, leaves
+from llamatap.drafting.chain import members
+from llamatap.drafting.drafter import Drafter
 from llamatap.errors import BusyError, InvalidInputError
 
 __all__ = ["check_free", "held", "tidying"]
@@ -42,7 +43,7 @@ def check_free(context: Context, drafter: Drafter | None) -> None:
     """
     if context.generation is not None:
         raise BusyError(_NOT_FREE)
-    if drafter is not None and any(_user(one) is not None for one in leaves(drafter)):
+    if drafter is not None and any(_user(one) is not None for one in members(drafter)):
         raise BusyError("the drafter is in use by another generation; give each one of its own")
     for seq in range(context.n_seq_max):
         if context.native.memory_last(seq) >= 0:
@@ -58,7 +59,7 @@ def held(context: Context, drafter: Drafter | None, user: object) -> Iterator[No
 
     :raises BusyError: another one has them.
     """
-    drafters = [] if drafter is None else list(leaves(drafter))
+    drafters = [] if drafter is None else list(members(drafter))
     try:
         with context.lock:
             if context.generation is not None:

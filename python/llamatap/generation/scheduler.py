@@ -15,16 +15,9 @@ from numpy.typing import NDArray
 
 from llamatap._native import _core, flush_log
 from llamatap.context import Batch, Context, Tap
-from llamatap.drafting.drafter import (
-    Draft,
-    Drafter,
-    DraftRequest,
-    checked_drafts,
-    most_tokens,
-    new_length,
-    reset_all,
-    specs_of,
-)
+from llamatap.drafting.draft_length import measured_length, most_tokens
+from llamatap.drafting.drafter import Draft, Drafter, DraftRequest, checked_drafts, reset_all
+from llamatap.drafting.model_drafters import draft_contexts
 from llamatap.errors import EngineError, InvalidInputError, NotFiniteError, UnsupportedError
 from llamatap.generation import logprobs
 from llamatap.generation.ownership import check_free, held, tidying
@@ -52,7 +45,7 @@ class Scheduler:
     """
 
     def __init__(self, context: Context, drafter: Drafter | None) -> None:
-        specs = [] if drafter is None else specs_of(drafter)
+        specs = [] if drafter is None else draft_contexts(drafter)
         if any(spec.target is not context for spec in specs):
             raise InvalidInputError("the drafter was made for another context; generate in its target")
         native = context.native
@@ -68,8 +61,8 @@ class Scheduler:
         self.cancelling = False
         self.n_seqs = min([context.n_seq_max, *(spec.n_seq_max for spec in specs)])
         self.free = list(range(self.n_seqs))[::-1]
-        self.length = None if drafter is None else new_length(drafter)
-        self.n_max = 0 if drafter is None else most_tokens(drafter)
+        self.length = None if drafter is None else measured_length(drafter.n_max)
+        self.n_max = 0 if drafter is None else most_tokens(drafter.n_max)
         #: The layers whose states the drafter needs of every token.
         self.layers = () if drafter is None else _layers(drafter, context._loaded.n_layer)
         self.rollback = rollback_of(context)
@@ -305,11 +298,12 @@ class Scheduler:
             n_outputs += sequence.n_rows
         with tap or contextlib.nullcontext():
             self.context._decode(batch)
-            self._spent("target", *sequences)
-            if self.drafter is not None:
-                self.drafter.process(batch)
-                self._spent("draft", *sequences)
+        self._spent("target", *sequences)
         states = None if tap is None else tap.states
+        if self.drafter is not None:
+            needed = states.select(self.layers) if states is not None and self.layers else None
+            self.drafter.process(batch, needed)
+            self._spent("draft", *sequences)
         taken_back = []
         for sequence in sequences:
             if states is not None and sequence.options.prompt_states and not sequence.tokens:

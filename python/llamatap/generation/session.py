@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from llamatap._closeable import Closeable
 from llamatap._validate import instance, integer
 from llamatap.context import Context
-from llamatap.drafting.drafter import AnyDrafter, as_drafter
+from llamatap.drafting.any_drafter import AnyDrafter, as_drafter
 from llamatap.errors import BusyError, ClosedError, InvalidInputError
 from llamatap.extraction.inputs import Input, prompt_tokens
 from llamatap.generation.options import GenerateOptions, checked_options, new_prompt, room_of
