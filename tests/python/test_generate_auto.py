@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -19,6 +18,7 @@ from tiny import TinyLlama, TinyQwen35
 
 import llamatap as lt
 from llamatap.drafting.draft_length import AUTO_LONGEST
+from llamatap.generation import time_accounting
 
 F = cycle()
 WRONG = wrong_at(F, range(64))
@@ -65,8 +65,7 @@ class Costly(Noting):
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """What the loop goes by, instead of the time."""
     found = Clock()
-    loop = importlib.import_module("llamatap.generation.scheduler")
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: found.now))
+    monkeypatch.setattr(time_accounting, "time", SimpleNamespace(perf_counter=lambda: found.now))
     return found
 
 

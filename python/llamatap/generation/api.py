@@ -15,7 +15,7 @@ from llamatap.context import Context
 from llamatap.drafting.any_drafter import AnyDrafter, as_drafter
 from llamatap.errors import InvalidInputError
 from llamatap.extraction.inputs import Input, is_single, prompt_tokens
-from llamatap.generation.options import GenerateOptions, checked_options, new_prompt, room_of
+from llamatap.generation.options import GenerateOptions, checked_options, new_request, request_capacity
 from llamatap.generation.results import Event, Generation
 from llamatap.generation.scheduler import Scheduler
 from llamatap.layers import LayerId
@@ -30,13 +30,13 @@ __all__ = ["GenerateOptions", "generate"]
 _MOST_SEQUENCES = 8
 
 
-def _events(loop: Scheduler) -> Generator[Event, None, None]:
+def _events(scheduler: Scheduler) -> Generator[Event, None, None]:
     events: Sequence[Event] = ()
-    with loop:
-        while loop.waiting or loop.live:
-            events = loop.round()
+    with scheduler:
+        while scheduler.queue:
+            events = scheduler.round()
             # The last events come after the context is released.
-            if loop.waiting or loop.live:
+            if scheduler.queue:
                 yield from events
     yield from events
 
@@ -214,18 +214,17 @@ def generate(
     texts = [prompt_tokens(model, prompt, None) for prompt in inputs]
     if isinstance(model_or_context, Context):
         context = model_or_context
-        rooms = [room_of(context)] * len(texts)
+        capacities = [request_capacity(context)] * len(texts)
     else:
-        capacities = _capacities(model, texts, options.max_tokens)
-        context = _context_for(model, capacities)
-        room = room_of(context)
-        rooms = [min(capacity, room) for capacity in capacities]
-    loop = Scheduler(context, chosen)
+        wanted = _capacities(model, texts, options.max_tokens)
+        context = _context_for(model, wanted)
+        most = request_capacity(context)
+        capacities = [min(capacity, most) for capacity in wanted]
+    scheduler = Scheduler(context, chosen)
     base = secrets.randbits(31) if seed is None else integer("seed", seed, 0, 2**32 - 2)
-    for index, (tokens, room) in enumerate(zip(texts, rooms, strict=True)):
+    for index, (tokens, capacity) in enumerate(zip(texts, capacities, strict=True)):
         # Seeds far apart: no prompt gets the random numbers of another call with a nearby seed.
         sampling["seed"] = (base + index * 0x9E3779B1) % (2**32 - 1)
-        prompt = new_prompt(model, index, tokens, room, options, sampling, f"prompt {index}")
-        loop.waiting.append(prompt)
-    events = _events(loop)
+        scheduler.queue.add(new_request(model, index, tokens, capacity, options, sampling, f"prompt {index}"))
+    events = _events(scheduler)
     return events if stream else _in_order(events, len(texts))

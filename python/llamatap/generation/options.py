@@ -1,4 +1,4 @@
-"""RequestOptions of a generation request: checks, and making the request."""
+"""Options of a generation request: their checks, and making the request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from llamatap.sampler import Sampler, SamplerOptions
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["GenerateOptions", "checked_options", "new_prompt", "pieces_of", "room_of"]
+__all__ = ["GenerateOptions", "checked_options", "new_request", "request_capacity", "token_bytes"]
 
 
 class GenerateOptions(SamplerOptions, total=False):
@@ -97,40 +97,44 @@ def checked_options(
     return options, sampling
 
 
-def room_of(context: Context) -> int:
+def request_capacity(context: Context) -> int:
     """The most positions of the context's memory that one request may take."""
     return min(context.native.n_ctx_seq, context.native.position_limit)
 
 
-def new_prompt(
+def new_request(
     model: Model,
     index: int,
     tokens: NDArray[np.int32],
-    room: int,
+    capacity: int,
     options: RequestOptions,
     sampling: SamplerOptions,
     name: str = "the prompt",
 ) -> Request:
-    """A new request, not admitted yet.
+    """Make a request, not admitted yet.
 
-    :param tokens: int32 ``(n,)``.
-    :param room: the positions that the prompt and its generated tokens may take.
+    :param index: number of the prompt, as results and events have it.
+    :param tokens: int32 ``(n,)``: the prompt.
+    :param capacity: the most positions that the prompt and its generated tokens may take.
     :param sampling: options of the sampler, with the request's own seed.
     :param name: the prompt's name in errors.
     :raises InvalidInputError: an option of the sampler is wrong.
-    :raises ContextFullError: the prompt alone does not fit into ``room``.
+    :raises ContextFullError: the prompt alone is longer than ``capacity``.
     """
     sampler = Sampler(model, **sampling)
-    if len(tokens) > room:
-        raise ContextFullError(f"{name} has {len(tokens)} tokens; the context has room for {room} (n_ctx)")
+    if len(tokens) > capacity:
+        raise ContextFullError(
+            f"{name} has {len(tokens)} tokens; the context has room for {capacity} (n_ctx)"
+        )
     if any(sampling.get(key, off) != off for key, off in _PENALTIES.items()):
+        # Penalties see the prompt too.
         for token in tokens[-sampling.get("penalty_last_n", 64) :].tolist():
             sampler.accept(token)
-    text = TextStream(pieces_of(model), options.stop)
-    return Request(index, tokens, options, sampler, text, min(len(tokens) + options.max_tokens, room))
+    text = TextStream(token_bytes(model), options.stop)
+    return Request(index, tokens, options, sampler, text, min(len(tokens) + options.max_tokens, capacity))
 
 
-#: Each as it is when it is off.
+#: The value of each penalty that is off.
 _PENALTIES = {"repeat_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
 
 
@@ -152,7 +156,7 @@ def _stop_tokens(model: Model, tokens: Iterable[int]) -> tuple[int, ...]:
     return tuple(integer("a stop token", token, 0, model.n_vocab - 1) for token in tokens)
 
 
-def pieces_of(model: Model) -> Callable[[int], bytes]:
+def token_bytes(model: Model) -> Callable[[int], bytes]:
     """Function from a token to its bytes in the text; empty for special tokens, and without a vocabulary."""
     native = model.native
     try:
