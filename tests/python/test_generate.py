@@ -16,9 +16,10 @@ from tinies.rigged import by_token, cycle
 from tiny import TinyQwen3
 
 import llamatap as lt
+from llamatap._options import read_options
 from llamatap.generation.api import GenerateOptions, generate
 from llamatap.generation.logprobs import of_logits
-from llamatap.sampler import SamplerOptions
+from llamatap.sampler import SamplingOptions
 
 F = cycle()
 #: Shorter and longer than an ubatch of 16, and than a batch of 32.
@@ -156,14 +157,18 @@ def test_a_model_s_own_context_is_no_longer_than_it_was_trained_with(tmp_path: P
 
 def test_the_options_are_those_that_are_annotated() -> None:
     """Type checkers see the annotations, people and `help` the signatures."""
-    for function, options, others in (
-        (generate, GenerateOptions, {"model_or_context", "prompts", "drafter", "stream", "return"}),
-        (lt.Sampler.__init__, SamplerOptions, {"model", "return"}),
+    for function, declaration, others in (
+        (generate, GenerateOptions, {"model_or_context", "prompts", "drafter", "stream"}),
+        (lt.Session.add, GenerateOptions, {"self", "prompt"}),
+        (lt.Sampler, SamplingOptions, {"model"}),
     ):
-        found = {name: kind for name, kind in function.__annotations__.items() if name not in others}
-        assert found == {name: kind.__forward_arg__ for name, kind in options.__annotations__.items()}
+        options = read_options(declaration)
         parameters = inspect.signature(function).parameters
-        assert all(parameters[name].default is not inspect.Parameter.empty for name in found)
+        assert set(parameters) == {*others, *options}
+        for name, option in options.items():
+            assert parameters[name].default == option.default
+            assert f":param {name}: " in (function.__doc__ or "") or function is lt.Session.add
+        assert set(declaration.__annotations__) <= set(options)
 
 
 def test_prompts_may_be_text(rigged_model: lt.Model) -> None:

@@ -18,7 +18,6 @@ from tinies.rigged import cycle
 
 import llamatap as lt
 from llamatap.generation.api import generate
-from llamatap.generation.options import checked_options
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +93,7 @@ def test_a_seed_is_drawn_for_each_prompt_that_has_none(world: World) -> None:
 
 def test_options_that_are_not_given_are_those_of_generate() -> None:
     theirs = inspect.signature(generate).parameters
-    for name, one in inspect.signature(checked_options).parameters.items():
+    for name, one in inspect.signature(lt.Session.add).parameters.items():
         if one.kind is inspect.Parameter.KEYWORD_ONLY:
             assert theirs[name].default == one.default
 

@@ -22,6 +22,7 @@ __all__ = [
     "DraftLength",
     "MaxTokens",
     "check_shortest",
+    "checked_n_max",
     "longest_draft",
     "measured_length",
     "most_tokens",
@@ -160,11 +161,20 @@ def longest_draft(n_max: object) -> int:
 
     :raises InvalidInputError: it is neither an integer in 1..1024 nor "auto".
     """
+    found = checked_n_max("n_max", n_max)
+    return AUTO_LONGEST if found == "auto" else found
+
+
+def checked_n_max(name: str, n_max: object) -> MaxTokens:
+    """The option ``n_max``, checked.
+
+    :raises InvalidInputError: it is neither an integer in 1..1024 nor "auto".
+    """
     if _is_auto(n_max):
-        return AUTO_LONGEST
+        return "auto"
     if isinstance(n_max, str):
-        raise InvalidInputError(f'n_max must be an integer or "auto", not {shown(n_max)}')
-    return integer("n_max", n_max, 1, 1024)
+        raise InvalidInputError(f'{name} must be an integer or "auto", not {shown(n_max)}')
+    return integer(name, n_max, 1, 1024)
 
 
 def most_tokens(n_max: object) -> int:

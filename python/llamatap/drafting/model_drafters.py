@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, TypedDict
+from typing import TYPE_CHECKING, Annotated, ClassVar, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llamatap._native import _core, flush_log
-from llamatap._validate import instance, integer, number
+from llamatap._options import Option, checked_options, takes_options
+from llamatap._validate import instance, number
 from llamatap.context import Batch, Context
 from llamatap.drafting.chain import members
-from llamatap.drafting.draft_length import MaxTokens, check_shortest, longest_draft
+from llamatap.drafting.draft_length import MaxTokens, check_shortest, checked_n_max, longest_draft
 from llamatap.drafting.drafter import Drafter
 from llamatap.drafting.native_drafter import NativeDrafter
 from llamatap.drafting.ngram import NGramDrafter
@@ -38,28 +39,60 @@ __all__ = [
 ]
 
 
+def _probability(name: str, value: object) -> float:
+    found = number(name, value)
+    if not 0 <= found <= 1:
+        raise InvalidInputError(f"{name} must be in 0..1, not {value}")
+    return found
+
+
+def _temperature(name: str, value: object) -> float:
+    found = number(name, value)
+    if not 0 <= found < float("inf"):
+        raise InvalidInputError(f"{name} must be finite and not negative, not {value}")
+    return found
+
+
 class DraftOptions(TypedDict, total=False):
     """The keyword arguments of :class:`SpeculativeDrafter`."""
 
-    n_max: MaxTokens
-    n_min: int
-    p_min: float
-    temperature: float
-    seed: int
+    n_max: Annotated[
+        MaxTokens,
+        Option(
+            4,
+            'the most tokens of a draft, or "auto". Some files give fewer: several MTP blocks one token each, '
+            "DFlash a block",
+            check=checked_n_max,
+        ),
+    ]
+    n_min: Annotated[int, Option(0, "shorter drafts are dropped, unless they were drawn")]
+    p_min: Annotated[
+        float,
+        Option(
+            0.0,
+            "a draft ends where the drafter finds no token as likely as this; with DSpark, where its "
+            "confidence head is less sure",
+            check=_probability,
+        ),
+    ]
+    temperature: Annotated[
+        float,
+        Option(
+            0.0,
+            "0 drafts the most likely tokens. Above 0, tokens are drawn from softmax(logits / temperature) "
+            "and drafts carry their distributions, for ``generate(..., rejection=True)``",
+            check=_temperature,
+        ),
+    ]
+    seed: Annotated[int, Option(0, "seed of the draws", low=0, high=2**32 - 1)]
 
 
+@takes_options(DraftOptions)
 class SpeculativeDrafter(NativeDrafter):
     """Drafts with a draft context: base of the drafters for each kind of file, which take the same arguments.
 
     :param spec: the draft context, of a file of the drafter's kind. Once it is closed, so is the drafter.
-    :param n_max: the most tokens of a draft, or "auto". Some files give fewer: several MTP blocks one token
-        each, DFlash a block.
-    :param n_min: shorter drafts are dropped, unless they were drawn.
-    :param p_min: a draft ends where the drafter finds no token as likely as this; with DSpark, where its
-        confidence head is less sure.
-    :param temperature: 0 drafts the most likely tokens. Above 0, tokens are drawn from softmax(logits /
-        temperature) and drafts carry their distributions, for ``generate(..., rejection=True)``.
-    :param seed: seed of the draws.
+    :options:
     :ivar spec: the draft context.
     :raises InvalidInputError: a number is out of range, or a file of another kind.
     :raises ClosedError: the draft context was closed; also later, of all but :meth:`reset`.
@@ -68,16 +101,7 @@ class SpeculativeDrafter(NativeDrafter):
     #: As of :attr:`SpeculativeContext.kind`.
     kind: ClassVar[str]
 
-    def __init__(
-        self,
-        spec: SpeculativeContext,
-        *,
-        n_max: MaxTokens = 4,
-        n_min: int = 0,
-        p_min: float = 0.0,
-        temperature: float = 0.0,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, spec: SpeculativeContext, **options: Unpack[DraftOptions]) -> None:
         instance("spec", spec, SpeculativeContext)
         if spec.kind != self.kind:
             raise InvalidInputError(
@@ -85,12 +109,8 @@ class SpeculativeDrafter(NativeDrafter):
                 f"{spec.model.path.name} is of the kind {spec.kind}"
                 + (" (no MTP blocks in it, or loaded without load_mtp=True)" if self.kind == "mtp" else "")
             )
-        probability = number("p_min", p_min)
-        if not 0 <= probability <= 1:
-            raise InvalidInputError(f"p_min must be in 0..1, not {p_min}")
-        heat = number("temperature", temperature)
-        if not 0 <= heat < float("inf"):
-            raise InvalidInputError(f"temperature must be finite and not negative, not {temperature}")
+        chosen = checked_options(DraftOptions, options, f"{type(self).__name__}()")
+        n_max, temperature = chosen["n_max"], chosen["temperature"]
         longest, why = longest_draft(n_max), ""
         most = spec.core.longest_block if spec.n_heads == 1 else spec.n_heads
         if most is not None and most < longest:
@@ -98,15 +118,15 @@ class SpeculativeDrafter(NativeDrafter):
         core = _core.speculative_drafter(
             spec.core,
             n_max=longest,
-            n_min=check_shortest(n_min, longest, why),
-            p_min=probability,
-            temperature=heat,
-            seed=integer("seed", seed, 0, 2**32 - 1),
+            n_min=check_shortest(chosen["n_min"], longest, why),
+            p_min=chosen["p_min"],
+            temperature=temperature,
+            seed=chosen["seed"],
         )
         super().__init__(core, n_max if n_max == "auto" else longest)
         self.spec = spec
         self.target_layers = spec.target_layers
-        self.draws = heat > 0
+        self.draws = temperature > 0
         spec.release_at_close(self)
 
     def release(self) -> None:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
 import threading
 from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from llamatap._closeable import Closeable
+from llamatap._options import takes_options
 from llamatap._validate import instance, integer
 from llamatap.context import Context
 from llamatap.drafting.any_drafter import AnyDrafter, as_drafter
 from llamatap.errors import BusyError, ClosedError, InvalidInputError
 from llamatap.extraction.inputs import Input, prompt_tokens
-from llamatap.generation.options import GenerateOptions, checked_options, new_request, request_capacity
+from llamatap.generation.options import GenerateOptions, new_request, request_capacity, split_options
 from llamatap.generation.ownership import cleanup
 from llamatap.generation.request import Request
 from llamatap.generation.results import Event
@@ -65,6 +65,7 @@ class Session(Closeable):
         self._scheduler.__enter__()
         self._closed = False
 
+    @takes_options(GenerateOptions)
     def add(self, prompt: Input, **options: Unpack[GenerateOptions]) -> int:
         """Queue a prompt. From any thread, also while another one is in :meth:`step`.
 
@@ -78,11 +79,7 @@ class Session(Closeable):
         """
         if self._closed:
             raise _closed_error()
-        if unknown := sorted(options.keys() - GenerateOptions.__annotations__.keys()):
-            raise TypeError(f"add() got an unexpected keyword argument {unknown[0]!r}")
-        checked, sampling = checked_options(self._model, self._drafter, **_without_seed(options))
-        seed = options.get("seed")
-        sampling["seed"] = secrets.randbits(31) if seed is None else seed
+        checked, sampling = split_options(self._model, self._drafter, options, "add()")
         tokens = prompt_tokens(self._model, prompt, None)
         request = new_request(self._model, -1, tokens, self._capacity, checked, sampling)
         with self._adding:
@@ -210,12 +207,6 @@ class Session(Closeable):
             yield
         finally:
             self._stepping.release()
-
-
-def _without_seed(options: GenerateOptions) -> GenerateOptions:
-    others = options.copy()
-    others.pop("seed", None)
-    return others
 
 
 def _closed_error() -> ClosedError:
