@@ -36,7 +36,7 @@ from typing import Any, Literal, TypeVar, Union, cast
 
 from llamatap._validate import choice, flag, instance, integer, number
 
-__all__ = ["Option", "check_names", "checked_options", "read_options", "takes_options"]
+__all__ = ["Option", "checked_options", "given_options", "read_options", "takes_options"]
 
 _T = TypeVar("_T")
 
@@ -125,23 +125,22 @@ def checked_options(declaration: type[_T], given: Mapping[str, Any], caller: str
     :raises TypeError: a name is none of an option.
     :raises InvalidInputError: a value is of another type, or out of range.
     """
-    options = read_options(declaration)
-    check_names(declaration, given, caller)
-    found = {
-        name: option.checked(given[name]) if name in given else option.default
-        for name, option in options.items()
-    }
-    return cast("_T", found)
+    defaults = {name: option.default for name, option in read_options(declaration).items()}
+    return cast("_T", defaults | dict(given_options(declaration, given, caller)))
 
 
-def check_names(declaration: type[Any], given: Mapping[str, Any], caller: str) -> None:
-    """Refuse names that are none of an option, as Python refuses unknown keyword arguments.
+def given_options(declaration: type[Any], given: Mapping[str, Any], caller: str) -> dict[str, Any]:
+    """The given options of a TypedDict, checked.
 
-    :raises TypeError: there is such a name.
+    :param caller: the function that was called, as errors name it.
+    :raises TypeError: a name is none of an option.
+    :raises InvalidInputError: a value is of another type, or out of range.
     """
+    options = read_options(declaration)
     for name in given:
-        if name not in read_options(declaration):
+        if name not in options:
             raise TypeError(f"{caller} got an unexpected keyword argument {name!r}")
+    return {name: options[name].checked(value) for name, value in given.items()}
 
 
 def takes_options(declaration: type[Any]) -> Callable[[_T], _T]:

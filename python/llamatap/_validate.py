@@ -74,10 +74,13 @@ def flag(name: str, value: object) -> bool:
     return bool(value)
 
 
-def instance(name: str, value: object, kind: type) -> None:
-    """`value` is a `kind`."""
+def instance(name: str, value: object, kind: type, called: str | None = None) -> None:
+    """Check that `value` is a `kind`.
+
+    :param called: the name of `kind` in the error, where it is not its own.
+    """
     if not isinstance(value, kind):
-        raise InvalidInputError(f"{name} must be a {kind.__name__}, not {type(value).__name__}")
+        raise InvalidInputError(f"{name} must be a {called or kind.__name__}, not {type(value).__name__}")
 
 
 def choice(name: str, value: object, choices: Sequence[str], optional: bool = False) -> str:

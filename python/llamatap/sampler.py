@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap._native import _core
+from llamatap._native import NativeOwner, _core, native_of
 from llamatap._options import Option, checked_options, takes_options
-from llamatap._validate import NotCopied, instance, integer, number, shown
+from llamatap._validate import instance, integer, number, shown
 from llamatap.context import Context
 from llamatap.errors import InvalidInputError
-from llamatap.model import Model
+from llamatap.loaded_model import LoadedModel
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -53,7 +53,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 @takes_options(SamplingOptions)
-class Sampler(NotCopied):
+class Sampler(NativeOwner[_core.Sampler]):
     """The engine's sampler chain: logit bias, penalties, top-k, top-p, min-p, temperature, draw.
     One thread at a time: a second one gets BusyError.
 
@@ -63,16 +63,14 @@ class Sampler(NotCopied):
     :raises InvalidInputError: a value is out of range, or no number.
     """
 
-    def __init__(self, model: Model, **options: Unpack[SamplingOptions]) -> None:
-        instance("model", model, Model)
+    def __init__(self, model: LoadedModel, **options: Unpack[SamplingOptions]) -> None:
+        instance("model", model, LoadedModel, "Model")
         chosen: dict[str, Any] = {**checked_options(SamplingOptions, options, "Sampler()")}
         self.seed: int = secrets.randbits(31) if chosen["seed"] is None else chosen["seed"]
         chosen |= {"seed": self.seed, "logit_bias": _biases(model, chosen["logit_bias"])}
-        self._native = _core.Sampler(model.native, **chosen)
+        self._native = _core.Sampler(native_of(model), **chosen)
 
-    @property
-    def native(self) -> _core.Sampler:
-        """The core's object. Private to the package."""
+    def _get_native(self) -> _core.Sampler:
         return self._native
 
     def sample(self, context: Context, row: int = -1) -> int:
@@ -84,7 +82,7 @@ class Sampler(NotCopied):
         :raises BusyError: another thread uses this sampler or the context.
         """
         instance("context", context, Context)
-        return self._native.sample(context.native, integer("row", row))
+        return self._native.sample(native_of(context), integer("row", row))
 
     def sample_logits(self, logits: NDArray[np.float32]) -> int:
         """Draw a token from float32 ``(n_vocab,)`` logits, and note it for the penalties.
@@ -107,7 +105,7 @@ class Sampler(NotCopied):
         self._native.reset()
 
 
-def _biases(model: Model, given: Mapping[int, float] | None) -> list[tuple[int, float]]:
+def _biases(model: LoadedModel, given: Mapping[int, float] | None) -> list[tuple[int, float]]:
     if given is None:
         return []
     if not isinstance(given, Mapping):

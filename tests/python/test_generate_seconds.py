@@ -14,6 +14,7 @@ from generating import EXACT, Guessing, by_hand, ragged
 from tiny import TinyQwen35
 
 import llamatap as lt
+from llamatap._engine_context import EngineContext
 from llamatap._native import _core
 from llamatap.generation import rollback, time_accounting
 
@@ -77,7 +78,7 @@ def test_every_second_is_in_its_figure(
     model = own or tiny_model
     prompts = ragged(np.random.default_rng(5), model.n_vocab, (6, 31, 9))
     texts = [[*prompt, *by_hand(model, prompt, 20)] for prompt in prompts]
-    decodes = slow(lt.Context, "_decode", 5.0)
+    decodes = slow(EngineContext, "decode", 5.0)
     kind = rollback.SnapshotRollback if architecture == "qwen35" else rollback.Rollback
     saves, backs = slow(kind, "prepare", 300.0), slow(kind, "rollback", 7000.0)
     verified = slow(_core, "verify", 0.1)

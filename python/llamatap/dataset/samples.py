@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap._native import default_threads
+from llamatap._threads import default_threads
 from llamatap._validate import shown
 from llamatap.chat import template as chat_templates
 from llamatap.chat.history import SAID
@@ -25,7 +25,8 @@ from llamatap.dataset._thoughts import Frame, frames, without_empty_thought
 from llamatap.dataset._turns import Render, assistant_turns
 from llamatap.dataset.rows import Row
 from llamatap.errors import Error, InvalidInputError, UnsupportedError
-from llamatap.model import Model, token_array
+from llamatap.model import Model
+from llamatap.tokenizer import token_array
 
 __all__ = ["Preparation", "Preparer", "Sample", "Samples", "prepare"]
 

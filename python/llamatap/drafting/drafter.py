@@ -16,8 +16,8 @@ from llamatap.context import Batch
 from llamatap.drafting.draft_length import MaxTokens, most_tokens
 from llamatap.errors import InvalidInputError
 from llamatap.layers import LayerId
-from llamatap.model import token_array
 from llamatap.states import States
+from llamatap.tokenizer import token_array
 
 __all__ = [
     "Draft",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap._native import _core, flush_log
+from llamatap._native import _core, flush_log, native_of
 from llamatap._options import Option, checked_options, takes_options
 from llamatap._validate import instance, number
 from llamatap.context import Batch, Context
@@ -20,7 +20,7 @@ from llamatap.drafting.native_drafter import NativeDrafter
 from llamatap.drafting.ngram import NGramDrafter
 from llamatap.drafting.speculative_context import SpeculativeContext
 from llamatap.errors import InvalidInputError
-from llamatap.model import Model
+from llamatap.loaded_model import LoadedModel
 from llamatap.states import States
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ class DraftOptions(TypedDict, total=False):
         MaxTokens,
         Option(
             4,
-            'the most tokens of a draft, or "auto". Some files give fewer: several MTP blocks one token each, '
-            "DFlash a block",
+            'the most tokens of a draft, or "auto". Some files give fewer: several MTP blocks one token '
+            "each, DFlash a block",
             check=checked_n_max,
         ),
     ]
@@ -112,11 +112,11 @@ class SpeculativeDrafter(NativeDrafter):
         chosen = checked_options(DraftOptions, options, f"{type(self).__name__}()")
         n_max, temperature = chosen["n_max"], chosen["temperature"]
         longest, why = longest_draft(n_max), ""
-        most = spec.core.longest_block if spec.n_heads == 1 else spec.n_heads
+        most = native_of(spec).longest_block if spec.n_heads == 1 else spec.n_heads
         if most is not None and most < longest:
             longest, why = most, f" with {spec.model.path.name}"
         core = _core.speculative_drafter(
-            spec.core,
+            native_of(spec),
             n_max=longest,
             n_min=check_shortest(chosen["n_min"], longest, why),
             p_min=chosen["p_min"],
@@ -136,7 +136,7 @@ class SpeculativeDrafter(NativeDrafter):
     def process(self, batch: Batch, states: States | None = None) -> None:
         """As :meth:`Drafter.process`. States of more layers, in any order, are as good."""
         instance("batch", batch, Batch)
-        core = self.core
+        core = native_of(self)
         features = self._features(batch, states) if self.target_layers else None
         try:
             core.process(batch, features)
@@ -207,7 +207,7 @@ class ModelDrafter(SpeculativeDrafter):
     def __init__(
         self,
         context: Context | SpeculativeContext,
-        draft: str | os.PathLike[str] | Model | SpeculativeContext | None = None,
+        draft: str | os.PathLike[str] | LoadedModel | SpeculativeContext | None = None,
         **options: Unpack[DraftOptions],
     ) -> None:
         if draft is None:
@@ -226,7 +226,10 @@ _BY_KIND: Mapping[str, type[SpeculativeDrafter]] = {
 
 
 def _beside(
-    context: Context, draft: str | os.PathLike[str] | Model | SpeculativeContext, *, as_model: bool = False
+    context: Context,
+    draft: str | os.PathLike[str] | LoadedModel | SpeculativeContext,
+    *,
+    as_model: bool = False,
 ) -> SpeculativeContext:
     """A draft context for this target.
 
@@ -241,7 +244,7 @@ def _beside(
 
 def load_drafter(
     context: Context,
-    draft: str | os.PathLike[str] | Model | SpeculativeContext,
+    draft: str | os.PathLike[str] | LoadedModel | SpeculativeContext,
     **options: Unpack[DraftOptions],
 ) -> SpeculativeDrafter:
     """Make the drafter for a file, whatever its kind: an :class:`Eagle3Drafter`, :class:`MtpDrafter`,
@@ -256,7 +259,7 @@ def load_drafter(
     """
     instance("context", context, Context)
     spec = _beside(context, draft)
-    if spec.kind == "model" and isinstance(draft, Model):
+    if spec.kind == "model" and isinstance(draft, LoadedModel):
         n_blocks = draft.metadata.get(f"{draft.arch}.nextn_predict_layers", 0)
         if n_blocks:
             spec.close()
@@ -289,4 +292,4 @@ def named_drafter(
         return NGramDrafter(n_max=options.get("n_max", 8), n_min=options.get("n_min", 1))
     if name == "mtp":
         return MtpDrafter(SpeculativeContext(context, context.model), **options)
-    return load_drafter(context, Model(name, n_gpu_layers=n_gpu_layers, load_mtp=True), **options)
+    return load_drafter(context, LoadedModel(name, n_gpu_layers=n_gpu_layers, load_mtp=True), **options)

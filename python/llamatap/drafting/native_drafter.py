@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llamatap._native import _core, flush_log
-from llamatap._validate import NotCopied, instance, integer
+from llamatap._native import NativeOwner, _core, flush_log, native_of
+from llamatap._validate import instance, integer
 from llamatap.context import Batch
 from llamatap.drafting.draft_length import MaxTokens
 from llamatap.drafting.drafter import Draft, Drafter, DraftRequest, check_requests
@@ -15,7 +15,7 @@ from llamatap.states import States
 __all__ = ["NativeDrafter"]
 
 
-class NativeDrafter(Drafter, NotCopied):
+class NativeDrafter(Drafter, NativeOwner[_core.Drafter]):
     """Base of drafters that are implemented in the core (C++)."""
 
     def __init__(self, core: _core.Drafter, n_max: MaxTokens) -> None:
@@ -27,22 +27,17 @@ class NativeDrafter(Drafter, NotCopied):
         """The most tokens of a draft, or "auto"."""
         return self._n_max
 
-    @property
-    def core(self) -> _core.Drafter:
-        """The core's object. Private to the package.
-
-        :raises ClosedError: the draft context was closed.
-        """
+    def _get_native(self) -> _core.Drafter:
         if self._core is None:
             raise ClosedError("the draft context of this drafter was closed; make both anew")
         return self._core
 
     def process(self, batch: Batch, states: States | None = None) -> None:
         instance("batch", batch, Batch)
-        self.core.process(batch)
+        native_of(self).process(batch)
 
     def draft(self, requests: Mapping[int, DraftRequest]) -> dict[int, Draft]:
-        core = self.core
+        core = native_of(self)
         check_requests(requests)
         asked = [
             (
@@ -63,7 +58,7 @@ class NativeDrafter(Drafter, NotCopied):
         }
 
     def accept(self, seq: int, n: int) -> None:
-        self.core.accept(integer("a sequence id", seq), integer("n", n))
+        native_of(self).accept(integer("a sequence id", seq), integer("n", n))
 
     def reset(self, seq: int) -> None:
         seq = integer("a sequence id", seq)

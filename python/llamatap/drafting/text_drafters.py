@@ -14,8 +14,8 @@ from llamatap.context import Batch
 from llamatap.drafting.draft_length import MaxTokens, longest_draft, most_tokens
 from llamatap.drafting.drafter import Draft, Drafter, DraftRequest, check_requests
 from llamatap.errors import InvalidInputError
-from llamatap.model import token_array
 from llamatap.states import States
+from llamatap.tokenizer import token_array
 
 __all__ = ["CallableDrafter", "TextDrafter"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap.context import Context
+from llamatap._engine_context import EngineContext
 from llamatap.drafting.draft_length import measured_length, most_tokens
 from llamatap.drafting.drafter import Draft, Drafter, DraftRequest, checked_drafts
 from llamatap.errors import InvalidInputError
@@ -24,11 +24,13 @@ class RoundDrafts:
     :ivar length: the measured length for ``n_max="auto"``, else None.
     """
 
-    def __init__(self, context: Context, drafter: Drafter, rollback: Rollback, timer: PhaseTimer) -> None:
+    def __init__(
+        self, engine: EngineContext, drafter: Drafter, rollback: Rollback, timer: PhaseTimer
+    ) -> None:
         self._drafter = drafter
         self._rollback = rollback
         self._timer = timer
-        self._n_vocab = context._loaded.n_vocab
+        self._n_vocab = engine.model.n_vocab
         self._most_tokens = most_tokens(drafter.n_max)
         self.length = measured_length(drafter.n_max)
 

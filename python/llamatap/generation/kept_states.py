@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap.context import Context
+from llamatap._engine_context import EngineContext
 from llamatap.layers import LayerId
 from llamatap.states import States
 
@@ -62,36 +62,29 @@ class KeptStates:
         if self._kind != "full":
             self.generated = []
 
-    def states_of_prompt(self, context: Context, tokens: NDArray[np.int32]) -> States:
+    def states_of_prompt(self, engine: EngineContext, tokens: NDArray[np.int32]) -> States:
         """The states of the prompt's first tokens, those that were decoded."""
-        array = self._no_rows(context) if self._prompt is None else self._prompt[: len(tokens)]
-        return self._states(context, array, tokens.tolist(), "prompt")
+        array = self._no_rows(engine) if self._prompt is None else self._prompt[: len(tokens)]
+        return self._states(engine, array, tokens.tolist(), "prompt")
 
     def states_of_generated(
-        self, context: Context, rows: Sequence[NDArray[np.float32]], tokens: Sequence[int]
+        self, engine: EngineContext, rows: Sequence[NDArray[np.float32]], tokens: Sequence[int]
     ) -> States | None:
         """States of these generated tokens, whose rows are given; None where none were asked for."""
         if self._kind is None:
             return None
-        array = np.stack(rows) if rows else self._no_rows(context)
-        return self._states(context, array, tokens, self._kind)
+        array = np.stack(rows) if rows else self._no_rows(engine)
+        return self._states(engine, array, tokens, self._kind)
 
     def _columns(self, states: States) -> list[int]:
         return [states.layers.index(layer) for layer in self._layers]
 
-    def _no_rows(self, context: Context) -> NDArray[np.float32]:
-        return np.zeros((0, len(self._layers), context._loaded.n_embd), np.float32)
+    def _no_rows(self, engine: EngineContext) -> NDArray[np.float32]:
+        return np.zeros((0, len(self._layers), engine.model.n_embd), np.float32)
 
     def _states(
-        self, context: Context, array: NDArray[np.float32], tokens: Sequence[int], rows: str
+        self, engine: EngineContext, array: NDArray[np.float32], tokens: Sequence[int], rows: str
     ) -> States:
         ids = np.array(tokens, np.int32)
         array.flags.writeable = ids.flags.writeable = False
-        return States(
-            array,
-            ids,
-            self._layers,
-            n_layer=context._loaded.n_layer,
-            source=context.source,
-            details={"rows": rows},
-        )
+        return engine.states(array, ids, self._layers, {"rows": rows})

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamatap import layers as layer_ids
+from llamatap._native import native_of
 from llamatap._options import Option, checked_options, read_options
 from llamatap._validate import integer, shown
 from llamatap.context import Context
@@ -18,7 +19,7 @@ from llamatap.generation.request import Request, RequestOptions
 from llamatap.generation.results import Generation
 from llamatap.generation.text_stream import TextStream
 from llamatap.layers import LayerId
-from llamatap.model import Model
+from llamatap.loaded_model import LoadedModel
 from llamatap.sampler import Sampler, SamplingOptions
 
 __all__ = ["GenerateOptions", "new_request", "request_capacity", "split_options", "token_bytes"]
@@ -132,7 +133,7 @@ class GenerateOptions(SamplingOptions, total=False):
 
 
 def split_options(
-    model: Model, drafter: Drafter | None, options: GenerateOptions, caller: str
+    model: LoadedModel, drafter: Drafter | None, options: GenerateOptions, caller: str
 ) -> tuple[RequestOptions, SamplingOptions]:
     """Split keyword arguments into the checked options of a request and those of its sampler, defaults filled
     in.
@@ -165,11 +166,12 @@ def split_options(
 
 def request_capacity(context: Context) -> int:
     """The most positions of the context's memory that one request may take."""
-    return min(context.native.n_ctx_seq, context.native.position_limit)
+    native = native_of(context)
+    return min(native.n_ctx_seq, native.position_limit)
 
 
 def new_request(
-    model: Model,
+    model: LoadedModel,
     index: int,
     tokens: NDArray[np.int32],
     capacity: int,
@@ -209,15 +211,15 @@ _PENALTIES: tuple[Literal["repeat_penalty", "frequency_penalty", "presence_penal
 )
 
 
-def _token_ids(model: Model, tokens: object) -> tuple[int, ...]:
+def _token_ids(model: LoadedModel, tokens: object) -> tuple[int, ...]:
     if not isinstance(tokens, Iterable) or isinstance(tokens, (str, bytes)):
         raise InvalidInputError(f"stop_tokens must be a list of token ids, not {shown(tokens)}")
     return tuple(integer("a stop token", token, 0, model.n_vocab - 1) for token in tokens)
 
 
-def token_bytes(model: Model) -> Callable[[int], bytes]:
+def token_bytes(model: LoadedModel) -> Callable[[int], bytes]:
     """Function from a token to its bytes in the text; empty for special tokens, and without a vocabulary."""
-    native = model.native
+    native = native_of(model)
     try:
         native.piece(0, False)
     except UnsupportedError:

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
+from llamatap._engine_context import engine_of
 from llamatap.context import Context
 from llamatap.drafting.chain import members
 from llamatap.drafting.drafter import Drafter
@@ -41,12 +42,13 @@ def require_unused(context: Context, drafter: Drafter | None) -> None:
     :raises InvalidInputError: the memory holds tokens.
     :raises BusyError: a generation is going on.
     """
-    if context.generation is not None:
+    engine = engine_of(context)
+    if engine.owner is not None:
         raise BusyError(_IN_USE)
     if drafter is not None and any(_user(one) is not None for one in members(drafter)):
         raise BusyError("the drafter is in use by another generation; give each one of its own")
     for seq in range(context.n_seq_max):
-        if context.native.memory_last(seq) >= 0:
+        if engine.native.memory_last(seq) >= 0:
             raise InvalidInputError(
                 f"sequence {seq} of the context holds tokens; generation needs an empty memory "
                 "(memory.clear())"
@@ -61,10 +63,8 @@ def reserve(context: Context, drafter: Drafter | None, user: object) -> Iterator
     """
     drafters = [] if drafter is None else list(members(drafter))
     try:
-        with context.lock:
-            if context.generation is not None:
-                raise BusyError(_IN_USE)
-            context.generation = user
+        if not engine_of(context).reserve(user):
+            raise BusyError(_IN_USE)
         with _reserving:
             for one in drafters:
                 if _user(one) not in (None, user):
@@ -72,8 +72,7 @@ def reserve(context: Context, drafter: Drafter | None, user: object) -> Iterator
                 _users[id(one)] = weakref.ref(user)
         yield
     finally:
-        if context.generation is user:
-            context.generation = None
+        engine_of(context).release(user)
         for one in drafters:
             if _user(one) is user:
                 del _users[id(one)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from llamatap._engine_context import engine_of
 from llamatap.context import Batch, Context
 from llamatap.generation.request import Request
 
@@ -17,7 +18,8 @@ class Rollback:
     """
 
     def __init__(self, context: Context) -> None:
-        self.context = context
+        self._context = context
+        self._engine = engine_of(context)
         self.most_rows = min(context.n_ubatch, context.n_batch, context.n_outputs_max or context.n_ubatch)
 
     def longest_draft(self, n: int) -> int:
@@ -34,7 +36,7 @@ class Rollback:
     def rollback(self, request: Request, n_accepted: int) -> None:
         """Roll back the rejected tokens of the draft: from `request.position` on, after ``n_accepted``
         accepted ones."""
-        self.context.native.memory_remove(request.seq, request.position, -1)
+        self._engine.native.memory_remove(request.seq, request.position, -1)
 
 
 class SlidingWindowRollback(Rollback):
@@ -67,7 +69,7 @@ class RecurrentRollback(Rollback):
     The engine splits sequences of different length, or many of them, into several ubatches."""
 
     def longest_draft(self, n: int) -> int:
-        return min(n, self.context.n_rs_seq, self.most_rows - 1)
+        return min(n, self._context.n_rs_seq, self.most_rows - 1)
 
     def passes(self, requests: list[Request]) -> list[list[Request]]:
         lengths = {len(request.draft.tokens) for request in requests}
@@ -89,10 +91,10 @@ class SnapshotRollback(Rollback):
         self._snapshots.clear()
         for request in requests:
             if len(request.draft.tokens):
-                self._snapshots[request.seq] = self.context.native.save(request.seq)
+                self._snapshots[request.seq] = self._engine.native.save(request.seq)
 
     def rollback(self, request: Request, n_accepted: int) -> None:
-        native, seq = self.context.native, request.seq
+        native, seq = self._engine.native, request.seq
         native.restore(seq, self._snapshots.pop(seq))
         batch = Batch()
         first = request.position - n_accepted - 1
@@ -104,7 +106,7 @@ class SnapshotRollback(Rollback):
 
 def rollback_for(context: Context) -> Rollback:
     """The kind of rollback that the context's memory allows."""
-    model = context._loaded
+    model = engine_of(context).model
     if model.is_recurrent or model.is_hybrid:
         return RecurrentRollback(context) if context.n_rs_seq > 0 else SnapshotRollback(context)
     if model.n_swa > 0 and not context.swa_full:

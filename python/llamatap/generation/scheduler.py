@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from llamatap._engine_context import Capture, engine_of
 from llamatap._native import flush_log
-from llamatap.context import Batch, Context, Tap
+from llamatap.context import Batch, Context
 from llamatap.drafting.drafter import Drafter, reset_all
 from llamatap.drafting.model_drafters import draft_contexts
 from llamatap.errors import EngineError, InvalidInputError, UnsupportedError
@@ -30,6 +31,7 @@ from llamatap.generation.time_accounting import PhaseTimer
 from llamatap.generation.verification import Verifier
 from llamatap.layers import LayerId, normalize
 from llamatap.states import States
+from llamatap.tap import Tap
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -53,17 +55,18 @@ class Scheduler:
         draft_sides = [] if drafter is None else draft_contexts(drafter)
         if any(one.target is not context for one in draft_sides):
             raise InvalidInputError("the drafter was made for another context; generate in its target")
-        native = context.native
-        if not native.has_memory or not native.causal:
-            raise UnsupportedError(f"{context._loaded.arch} models do not generate text")
+        engine = engine_of(context)
+        if not engine.native.has_memory or not engine.native.causal:
+            raise UnsupportedError(f"{engine.model.arch} models do not generate text")
         require_unused(context, drafter)
         self._context = context
+        self._engine = engine
         self._drafter = drafter
         self.queue = RequestQueue(context, min([context.n_seq_max, *(one.n_seq_max for one in draft_sides)]))
-        self._drafter_layers = () if drafter is None else _target_layers(drafter, context._loaded.n_layer)
+        self._drafter_layers = () if drafter is None else _target_layers(drafter, engine.n_layer)
         self._timer = PhaseTimer()
         self._rollback = rollback_for(context)
-        self._drafts = None if drafter is None else RoundDrafts(context, drafter, self._rollback, self._timer)
+        self._drafts = None if drafter is None else RoundDrafts(engine, drafter, self._rollback, self._timer)
         self._draft_length = None if self._drafts is None else self._drafts.length
         self._verifier = Verifier(context, drafter, self._draft_length, self._timer)
 
@@ -98,15 +101,15 @@ class Scheduler:
     def _remove(self, seq: int) -> None:
         # After a failure inside the engine there is nothing left to free.
         with contextlib.suppress(EngineError):
-            if not self._context.closed:
-                self._context.native.memory_remove(seq, -1, -1)
+            if not self._engine.closed:
+                self._engine.native.memory_remove(seq, -1, -1)
 
     def check_tap(self) -> None:
         """Check before a round that no open tap stands in its way.
 
         :raises InvalidInputError: a tap is open, and the drafter or a request needs states.
         """
-        if self._context._tap is not None and (
+        if self._engine.capture is not None and (
             self._drafter_layers
             or any(one.options.states or one.options.prompt_states for one in self.queue.upcoming())
         ):
@@ -141,16 +144,16 @@ class Scheduler:
     def _admit(self) -> None:
         """Admit requests, with a sequence that neither the target nor the drafter knows."""
         for request in self.queue.admit():
-            if self._context.native.memory_last(request.seq) >= 0:
+            if self._engine.native.memory_last(request.seq) >= 0:
                 # Left there after an error: it could not be removed then.
-                self._context.native.memory_remove(request.seq, -1, -1)
+                self._engine.native.memory_remove(request.seq, -1, -1)
             if self._drafter is not None:
                 self._drafter.reset(request.seq)
 
     def _pass(self, requests: Sequence[Request]) -> None:
         """One decode of the target, then drafter, states, log-probabilities, verification and rollback."""
         self._rollback.prepare(requests)
-        target_pass = TargetPass(self._context, requests, self._drafter_layers)
+        target_pass = TargetPass(self._engine, requests, self._drafter_layers)
         states = target_pass.decode()
         self._timer.charge("target", requests)
         if self._drafter is not None:
@@ -191,7 +194,7 @@ class Scheduler:
         for request in requests:
             if request.finish_reason is not None:
                 self._finish(request)
-            for event in new_events(request, self._context):
+            for event in new_events(request, self._engine):
                 events.append(event)
                 if event.final is not None and request.options.on_states is not None:
                     finished.append((request.options.on_states, event.final))
@@ -209,7 +212,7 @@ class Scheduler:
         if request.seq < 0:
             # Cancelled before it was admitted.
             return
-        self._context.native.memory_remove(request.seq, -1, -1)
+        self._engine.native.memory_remove(request.seq, -1, -1)
         self._timer.charge("target", [request])
         if self._drafter is not None:
             self._drafter.reset(request.seq)
@@ -225,8 +228,8 @@ class Scheduler:
         batch = Batch()
         batch.add(request.tokens[-1], request.position, request.seq)
         # It is no output: nobody wants its logits.
-        with Tap(self._context, request.options.layers, "all", "float32") as tap:
-            self._context._decode(batch)
+        with Tap(self._engine, Capture(request.options.layers, "all", "float32")) as tap:
+            self._engine.decode(batch)
         request.kept.keep_generated(tap.states, 0, 1)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llamatap.context import Batch, Context, Tap
+from llamatap._engine_context import Capture, EngineContext
+from llamatap.context import Batch, Context
 from llamatap.generation.request import Request
 from llamatap.layers import LayerId
 from llamatap.states import States
+from llamatap.tap import Tap
 
 __all__ = ["TargetPass", "assign_entries"]
 
@@ -52,10 +54,10 @@ class TargetPass:
     """
 
     def __init__(
-        self, context: Context, requests: Sequence[Request], drafter_layers: tuple[LayerId, ...]
+        self, engine: EngineContext, requests: Sequence[Request], drafter_layers: tuple[LayerId, ...]
     ) -> None:
-        self._context = context
-        self._tap = _tap(context, requests, drafter_layers)
+        self._engine = engine
+        self._tap = _tap(engine, requests, drafter_layers)
         self.batch = Batch()
         only_outputs = self._tap is not None and self._tap.rows == "outputs"
         n_outputs = 0
@@ -87,14 +89,16 @@ class TargetPass:
     def decode(self) -> States | None:
         """Decode the batch. Returns the states of the tapped rows; None where nobody wants any."""
         if self._tap is None:
-            self._context._decode(self.batch)
+            self._engine.decode(self.batch)
             return None
         with self._tap:
-            self._context._decode(self.batch)
+            self._engine.decode(self.batch)
         return self._tap.states
 
 
-def _tap(context: Context, requests: Sequence[Request], drafter_layers: tuple[LayerId, ...]) -> Tap | None:
+def _tap(
+    engine: EngineContext, requests: Sequence[Request], drafter_layers: tuple[LayerId, ...]
+) -> Tap | None:
     """The tap for a pass: the layers that the drafter or the requests want. None without any."""
     wanting = [request for request in requests if request.wants_states]
     layers = dict.fromkeys(drafter_layers)
@@ -104,4 +108,4 @@ def _tap(context: Context, requests: Sequence[Request], drafter_layers: tuple[La
         return None
     # After prefill all wanted rows are outputs.
     all_rows = len(drafter_layers) > 0 or any(request.in_prefill for request in wanting)
-    return Tap(context, tuple(layers), "all" if all_rows else "outputs", "float32")
+    return Tap(engine, Capture(tuple(layers), "all" if all_rows else "outputs", "float32"))

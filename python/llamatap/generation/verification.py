@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from llamatap._native import _core
+from llamatap._engine_context import engine_of
+from llamatap._native import _core, native_of
 from llamatap.context import Context
 from llamatap.drafting.draft_length import DraftLength
 from llamatap.drafting.drafter import Drafter
@@ -27,6 +28,7 @@ class Verifier:
         self, context: Context, drafter: Drafter | None, length: DraftLength | None, timer: PhaseTimer
     ) -> None:
         self._context = context
+        self._engine = engine_of(context)
         self._drafter = drafter
         self._length = length
         self._timer = timer
@@ -67,8 +69,8 @@ class Verifier:
         options, draft = request.options, request.draft
         try:
             return _core.verify(
-                self._context.native,
-                request.sampler.native,
+                self._engine.native,
+                native_of(request.sampler),
                 request.first_row,
                 draft.tokens,
                 draft.distributions,
@@ -100,7 +102,7 @@ class Verifier:
         """Append the text of the newest token. Returns whether the token ends the generation."""
         options = request.options
         is_stop = token in options.stop_tokens or (
-            not options.ignore_eos and self._context._loaded.is_end_of_generation(token)
+            not options.ignore_eos and self._engine.model.is_end_of_generation(token)
         )
         request.pieces.append("" if is_stop else request.text.push(token))
         if is_stop or request.text.stopped:
