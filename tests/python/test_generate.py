@@ -270,7 +270,8 @@ def test_states_of_texts_are_not_those_of_prompts(
 
     def seeing(context: EngineContext, batch: lt.Batch) -> None:
         decode(context, batch)
-        rows.append(0 if context.tapped is None else len(context.tapped.array))
+        capture = context.capture
+        rows.append(0 if capture is None or capture.states is None else len(capture.states.array))
 
     monkeypatch.setattr(EngineContext, "decode", seeing)
     with tiny_model.context(n_ctx=512, **EXACT) as context:

@@ -14,6 +14,7 @@ import pytest
 from generating import EXACT, PROMPT, Guessing, Noting, World, is_empty, small_world
 
 import llamatap as lt
+from llamatap._engine_context import engine_of
 from llamatap._native import native_of
 
 OPTIONS: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
@@ -96,7 +97,7 @@ def test_with_its_last_result_it_is_over(stream: bool, world: World) -> None:
     for event in events:
         if not stream or event.final is not None:
             break
-    assert world.context.tapped is None
+    assert engine_of(world.context).capture is None
     assert is_empty(world.context)
     (other,) = lt.generate(world.context, PROMPT, drafter, **OPTIONS)
     assert other.tokens.tolist() == world.expected

@@ -17,6 +17,7 @@ from tinies import rigged
 from tinies.rigged import by_token, cycle
 
 import llamatap as lt
+from llamatap._engine_context import engine_of
 
 F = cycle()
 MAX_TOKENS = 25
@@ -195,7 +196,7 @@ def test_a_stream_that_is_left_frees_the_memory(
                 assert not is_empty(context)
                 stream.close()
             assert is_empty(context)
-            assert context.tapped is None
+            assert engine_of(context).capture is None
             if drafter is not None:
                 assert drafter.texts == {}
             if count:

@@ -56,7 +56,7 @@ def test_prompts_that_come_at_any_time_are_those_alone(kind: str, n_seq_max: int
                     check(world, at, last.final)
                 assert session.step() == []
                 assert is_empty(context)
-        assert context.tapped is None
+        assert engine_of(context).capture is None
 
 
 def test_texts_are_drafted_for_whoever_is_beside_them(world: World) -> None:

@@ -20,7 +20,7 @@ from tinies import drafters
 from tinies.files import FILES
 
 import llamatap
-from llamatap._engine_context import EngineContext
+from llamatap._engine_context import EngineContext, engine_of
 from llamatap._native import native_of
 
 #: Untyped, for what a type checker would refuse.
@@ -132,7 +132,7 @@ def test_a_decode_that_fails(
         with pytest.raises(cause, match="the cause"):
             finals(session)
         assert session.dropped == (0, 1)
-        assert (session.pending, world.context.tapped) == (2, None)
+        assert (session.pending, engine_of(world.context).capture) == (2, None)
         assert is_empty(world.context)
         assert noting is None or noting.texts == {}
         session.cancel(0)
@@ -149,7 +149,8 @@ def test_a_decode_for_a_last_state_fails(world: World, monkeypatch: pytest.Monke
     decode = EngineContext.decode
 
     def failing(context: EngineContext, batch: llamatap.Batch) -> None:
-        if batch.positions.tolist() == [len(PROMPT)] and context.tapped is None:
+        states = None if context.capture is None else context.capture.states
+        if batch.positions.tolist() == [len(PROMPT)] and states is None:
             raise LookupError("the cause")
         decode(context, batch)
 

@@ -35,9 +35,9 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any, int]]:
 
     def seeing(context: EngineContext, batch: lt.Batch) -> None:
         decode(context, batch)
-        tapped = context.tapped
+        states = None if context.capture is None else context.capture.states
         found.append(
-            (len(batch), None, 0) if tapped is None else (len(batch), tapped.layers, len(tapped.array))
+            (len(batch), None, 0) if states is None else (len(batch), states.layers, len(states.array))
         )
 
     monkeypatch.setattr(EngineContext, "decode", seeing)
