@@ -15,7 +15,7 @@ import llamatap as lt
 
 
 class PairDrafter(lt.TextDrafter):
-    """Of a text, it guesses how it goes on. What needs more than the text is an lt.Drafter."""
+    """Guesses how a text goes on. A drafter that needs more than the text is an lt.Drafter."""
 
     n_max = 4
 

@@ -183,14 +183,14 @@ class Tokenizer(NativeOwner[_core.Model]):
         if text not in self._unparsed:
             texts = unparsed_tokens.probe_texts(functools.partial(self._render, text))
             try:
-                found = unparsed_tokens.unparsed(native_of(self), texts)
+                found = unparsed_tokens.find_unparsed(native_of(self), texts)
             except UnsupportedError:
                 found = {}
             with self._unparsed_lock:
                 first = not any(self._unparsed.values())
                 self._unparsed[text] = found
             if found and first:
-                _logger.warning("%s: %s", self.path.name, unparsed_tokens.say(found))
+                _logger.warning("%s: %s", self.path.name, unparsed_tokens.warning_text(found))
         return dict(self._unparsed[text])
 
     def _render(self, template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:

@@ -86,11 +86,11 @@ def test_a_batch_costs_no_more_when_the_text_is_long() -> None:
     """A copy of it each time would take ten thousand entries' time for one."""
     drafter = Seeing([])
     drafter.process(lt.Batch.of(range(3, 10_003)))
-    array = drafter._texts[0]._room
+    array = drafter._buffers[0]._array
     for position in range(10_000, 10_100):
         drafter.process(lt.Batch.of([5], pos0=position))
         drafter.accept(0, 0)
-    assert drafter._texts[0]._room is array
+    assert drafter._buffers[0]._array is array
 
 
 def rigged_world(folder: Path) -> Path:

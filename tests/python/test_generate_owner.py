@@ -14,6 +14,7 @@ import pytest
 from generating import EXACT, PROMPT, Guessing, Noting, World, is_empty, small_world
 
 import llamatap as lt
+from llamatap._engine_context import engine_of
 from llamatap._native import native_of
 
 OPTIONS: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
@@ -48,8 +49,8 @@ def test_the_memory_is_not_changed_under_a_generation(name: str, world: World) -
     """Neither between its rounds, nor by its drafter, nor while it holds nothing for a moment."""
 
     class Meddling(Guessing):
-        def process(self, batch: lt.Batch) -> None:
-            super().process(batch)
+        def process(self, batch: lt.Batch, states: lt.States | None = None) -> None:
+            super().process(batch, states)
             with pytest.raises(lt.BusyError, match="generation is going on"):
                 CHANGES[name](world.context)
 
@@ -72,10 +73,11 @@ def test_a_drafter_may_look_at_the_context(world: World) -> None:
         target_layers = (1,)
         saved = b""
 
-        def process(self, batch: lt.Batch) -> None:
-            super().process(batch)
-            assert world.context.tapped is not None
-            assert len(world.context.tapped.array) == len(batch)
+        def process(self, batch: lt.Batch, states: lt.States | None = None) -> None:
+            super().process(batch, states)
+            assert states is not None
+            assert states.tokens.tolist() == batch.tokens.tolist()
+            assert states.layers == (1,)
             assert world.context.memory.last(0) >= 0
             self.saved = world.context.save(0)
 
@@ -95,7 +97,7 @@ def test_with_its_last_result_it_is_over(stream: bool, world: World) -> None:
     for event in events:
         if not stream or event.final is not None:
             break
-    assert world.context.tapped is None
+    assert engine_of(world.context).capture is None
     assert is_empty(world.context)
     (other,) = lt.generate(world.context, PROMPT, drafter, **OPTIONS)
     assert other.tokens.tolist() == world.expected

@@ -16,6 +16,7 @@ from tinies import drafters
 from tiny import TinyLlama
 
 import llamatap as lt
+from llamatap._engine_context import engine_of
 
 MAX_TOKENS = 20
 SEED = 21
@@ -95,7 +96,7 @@ def test_states_are_those_of_the_whole_text(kind: str, layers: tuple[lt.LayerId,
         events = list(lt.generate(context, world.prompts, drafter, states="full", stream=True, **options))
         ends = list(lt.generate(context, world.prompts, drafter, states="last", stream=True, **options))
         assert is_empty(context)
-        assert context.tapped is None
+        assert engine_of(context).capture is None
     for index, (prompt, tokens) in enumerate(zip(world.prompts, world.expected, strict=True)):
         expected = world.rows([*prompt, *tokens], MAX_TOKENS, layers)
         assert full[index].tokens.tolist() == last[index].tokens.tolist() == tokens

@@ -17,7 +17,7 @@ from tiny import TinyLlama
 
 import llamatap as lt
 from llamatap._native import _core, native_of
-from llamatap.sampler import SamplerOptions
+from llamatap.sampler import SamplingOptions
 
 #: 2**19 cells of 512 bytes: what is done to all of them takes a while.
 LARGE = 2**19
@@ -131,7 +131,7 @@ def wordy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lt.Model]:
         yield model
 
 
-SLOW: SamplerOptions = {"temperature": 1.0, "top_p": 0.9, "seed": 1}
+SLOW: SamplingOptions = {"temperature": 1.0, "top_p": 0.9, "seed": 1}
 
 
 def test_sampling_leaves_the_gil_free(wordy: lt.Model) -> None:
@@ -166,7 +166,7 @@ def test_two_threads_on_a_sampler_or_on_the_logits_of_a_context(wordy: lt.Model)
     """The second one gets BusyError, and the first one's tokens are those that it draws alone."""
     with wordy.context(n_ctx=256, n_threads=1) as context:
         context.decode(lt.Batch.of([5, 6]))
-        penalised: SamplerOptions = {**SLOW, "repeat_penalty": 1.3}
+        penalised: SamplingOptions = {**SLOW, "repeat_penalty": 1.3}
         alone = lt.Sampler(wordy, **penalised)
         expected = [alone.sample(context) for _ in range(30)]
         sampler = lt.Sampler(wordy, **penalised)

@@ -180,19 +180,24 @@ def test_an_abandoned_loop(context: lt.Context) -> None:
 def test_a_lost_tap(context: lt.Context) -> None:
     tap = context.tap([1]).__enter__()
     context.decode(lt.Batch.of([5, 6]))
-    assert context.tapped is tap.states
+    capture = engine_of(context).capture
+    assert capture is not None
+    assert capture.states is tap.states
+    del capture
     gone = weakref.ref(tap)
     del tap
     assert gone() is None
-    assert context.tapped is None
+    assert engine_of(context).capture is None
     with context.tap([2]):
         # The block has it, though it has no name.
         context.decode(lt.Batch.of([7], pos0=2))
-        assert context.tapped is not None
-        assert context.tapped.layers == (2,)
+        capture = engine_of(context).capture
+        assert capture is not None
+        assert capture.states is not None
+        assert capture.states.layers == (2,)
         with pytest.raises(lt.InvalidInputError, match="a tap is open"):
             context.tap([3]).__enter__()
-    assert context.tapped is None
+    assert engine_of(context).capture is None
 
 
 def test_the_exit_of_the_interpreter_is_quiet(tiny_path: Path, tmp_path: Path) -> None:

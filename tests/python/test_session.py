@@ -19,7 +19,6 @@ from tinies.rigged import cycle
 import llamatap as lt
 from llamatap._engine_context import engine_of
 from llamatap.generation.api import generate
-from llamatap.generation.options import checked_options
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +56,7 @@ def test_prompts_that_come_at_any_time_are_those_alone(kind: str, n_seq_max: int
                     check(world, at, last.final)
                 assert session.step() == []
                 assert is_empty(context)
-        assert context.tapped is None
+        assert engine_of(context).capture is None
 
 
 def test_texts_are_drafted_for_whoever_is_beside_them(world: World) -> None:
@@ -95,7 +94,7 @@ def test_a_seed_is_drawn_for_each_prompt_that_has_none(world: World) -> None:
 
 def test_options_that_are_not_given_are_those_of_generate() -> None:
     theirs = inspect.signature(generate).parameters
-    for name, one in inspect.signature(checked_options).parameters.items():
+    for name, one in inspect.signature(lt.Session.add).parameters.items():
         if one.kind is inspect.Parameter.KEYWORD_ONLY:
             assert theirs[name].default == one.default
 

@@ -20,7 +20,7 @@ from tinies import drafters
 from tinies.files import FILES
 
 import llamatap
-from llamatap._engine_context import EngineContext
+from llamatap._engine_context import EngineContext, engine_of
 from llamatap._native import native_of
 
 #: Untyped, for what a type checker would refuse.
@@ -55,9 +55,9 @@ class Failing(Guessing):
             if self.countdown == 0:
                 raise LookupError("the cause")
 
-    def process(self, batch: llamatap.Batch) -> None:
+    def process(self, batch: llamatap.Batch, states: llamatap.States | None = None) -> None:
         self._maybe("process")
-        super().process(batch)
+        super().process(batch, states)
 
     def draft(self, requests: Mapping[int, llamatap.DraftRequest]) -> Mapping[int, llamatap.Draft]:
         self._maybe("draft")
@@ -132,7 +132,7 @@ def test_a_decode_that_fails(
         with pytest.raises(cause, match="the cause"):
             finals(session)
         assert session.dropped == (0, 1)
-        assert (session.pending, world.context.tapped) == (2, None)
+        assert (session.pending, engine_of(world.context).capture) == (2, None)
         assert is_empty(world.context)
         assert noting is None or noting.texts == {}
         session.cancel(0)
@@ -149,7 +149,8 @@ def test_a_decode_for_a_last_state_fails(world: World, monkeypatch: pytest.Monke
     decode = EngineContext.decode
 
     def failing(context: EngineContext, batch: llamatap.Batch) -> None:
-        if batch.positions.tolist() == [len(PROMPT)] and context.tapped is None:
+        states = None if context.capture is None else context.capture.states
+        if batch.positions.tolist() == [len(PROMPT)] and states is None:
             raise LookupError("the cause")
         decode(context, batch)
 
@@ -354,8 +355,8 @@ def test_one_thread_at_a_time_is_in_a_step(world: World) -> None:
     inside, go_on = threading.Event(), threading.Event()
 
     class Waiting(Noting):
-        def process(self, batch: llamatap.Batch) -> None:
-            super().process(batch)
+        def process(self, batch: llamatap.Batch, states: llamatap.States | None = None) -> None:
+            super().process(batch, states)
             calls: list[Callable[[], Any]] = [session.step, session.close]
             for call in calls:
                 with pytest.raises(lt.BusyError, match="step"):

@@ -35,9 +35,9 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any, int]]:
 
     def seeing(context: EngineContext, batch: lt.Batch) -> None:
         decode(context, batch)
-        tapped = context.tapped
+        states = None if context.capture is None else context.capture.states
         found.append(
-            (len(batch), None, 0) if tapped is None else (len(batch), tapped.layers, len(tapped.array))
+            (len(batch), None, 0) if states is None else (len(batch), states.layers, len(states.array))
         )
 
     monkeypatch.setattr(EngineContext, "decode", seeing)
@@ -92,10 +92,11 @@ def test_a_drafter_has_its_states_of_every_pass(world: World, passes: list[tuple
     class Seeing(Noting):
         target_layers = (1, -1)
 
-        def process(self, batch: lt.Batch) -> None:
-            super().process(batch)
-            assert context.tapped is not None
-            assert context.tapped[1].shape == context.tapped[-1].shape == (len(batch), 64)
+        def process(self, batch: lt.Batch, states: lt.States | None = None) -> None:
+            super().process(batch, states)
+            assert states is not None
+            assert states.layers == (1, 4)
+            assert states.array.shape == (len(batch), 2, 64)
 
     with world.model.context(n_seq_max=2, **CUT) as context, lt.Session(context, Seeing()) as session:
         session.add(world.prompts[0], max_tokens=3, ignore_eos=True)

@@ -6,14 +6,13 @@ import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from llamatap import _system_limits
 from llamatap._closeable import Closeable
-from llamatap._engine_context import engine_of
 from llamatap._native import NativeOwner, _core, flush_log, native_of
 from llamatap._threads import thread_count
 from llamatap._validate import flag, instance, integer, shown
@@ -24,9 +23,6 @@ from llamatap.layers import LayerId
 from llamatap.loaded_model import LoadedModel, files_of
 from llamatap.storage import saved_sequences
 from llamatap.tokenizer import token_array
-
-if TYPE_CHECKING:
-    from llamatap.drafting.drafter import NativeDrafter
 
 __all__ = ["DraftOutput", "SpeculativeContext"]
 
@@ -69,6 +65,10 @@ def _integers(name: str, values: ArrayLike) -> NDArray[np.int32]:
         return token_array(values)
     except InvalidInputError as error:
         raise InvalidInputError(str(error).replace("token ids", name)) from None
+
+
+class _Released(Protocol):
+    def release(self) -> None: ...
 
 
 class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
@@ -125,8 +125,7 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
         as_model: bool = False,
     ) -> None:
         self._native: _core.SpeculativeContext | None = None
-        #: Drafters made with this context; closed with it. Private to the package.
-        self.drafters: weakref.WeakSet[NativeDrafter] = weakref.WeakSet()
+        self._dependents: weakref.WeakSet[_Released] = weakref.WeakSet()
         instance("context", context, Context)
         target = native_of(context)
         self._owns_model = not isinstance(draft, LoadedModel)
@@ -187,10 +186,15 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
         """Free the draft's context, and the draft model where it was loaded here. Drafters made with it are
         closed too: they raise ClosedError."""
         self._native = None
-        for drafter in self.drafters:
-            drafter.drop()
+        for dependent in self._dependents:
+            dependent.release()
         if self._owns_model:
             self.model.close()
+
+    def release_at_close(self, dependent: _Released) -> None:
+        """Call ``dependent.release()`` when this context is closed: the object holds a part of the core's
+        context. It is not kept alive."""
+        self._dependents.add(dependent)
 
     def __repr__(self) -> str:
         if self._native is None:
@@ -241,32 +245,6 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
                 f"{call}() is for pairs of tokens and states, which DFlash files do not have; draft with "
                 "DFlashDrafter"
             )
-
-    def features(self) -> NDArray[np.float32]:
-        """The target's states of the last decode as :meth:`encode` takes them: float32
-        ``(n_tokens, n_features)``, from the tap that is open on the target's context.
-
-        :raises InvalidInputError: no tap is open, nothing was decoded in it, or it lacks rows or layers.
-        """
-        if not self.target_layers:
-            raise InvalidInputError("a plain model needs no states of its target, so there are no features")
-        states = self.target.tapped
-        tap = engine_of(self.target).capture
-        wanted = ", ".join(map(repr, self.target_layers))
-        if tap is None or states is None:
-            raise InvalidInputError(
-                f"decode within `with context.tap(layers=[{wanted}]):`, so that the drafter has the states"
-            )
-        missing = [layer for layer in self.target_layers if layer not in states.layers]
-        if tap.rows != "all" or tap.dtype != "float32" or missing:
-            raise InvalidInputError(
-                f"the drafter needs layers [{wanted}] of all rows in float32; the open tap gives layers "
-                f"{list(states.layers)} of rows={tap.rows!r} in {tap.dtype}"
-            )
-        array = states.array
-        if states.layers != self.target_layers:
-            array = array[:, [states.layers.index(layer) for layer in self.target_layers]]
-        return np.ascontiguousarray(array.reshape(len(array), -1))
 
     def encode(self, features: ArrayLike) -> NDArray[np.float32]:
         """The states of pairs: for EAGLE-3, the fusion of the target's features; else the same values.

@@ -131,7 +131,7 @@ class Preset:
         """
         instance("prompt", prompt, str)
         if self.template is not None:
-            return chat_templates.fill(self.template, prompt=prompt)
+            return chat_templates.render_text(self.template, prompt=prompt)
         return model.apply_chat_template([{"role": "user", "content": prompt}], **self.template_variables)
 
     def layer_ids(self, model: LoadedModel) -> list[LayerId]:

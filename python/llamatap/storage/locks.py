@@ -1,7 +1,7 @@
 """Locks of files and folders (flock) that end with the process that took them, whatever it forked.
 
-The system ends such a lock however the process ends. Forked children inherit the open file, and the lock would
-last until they close it too: so they close it at once.
+The system ends such a lock however the process ends. Forked children inherit the open file, and the lock
+lasts until they have closed it too: so they close it at once.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ __all__ = ["acquire", "locked", "release"]
 _handles: set[int] = set()
 
 
-def acquire(path: Path, *, shared: bool = False, wait: bool = True) -> int:
-    """Lock a folder, or a file, which is made if it is not there.
+def acquire(path: Path, *, make: bool = False, shared: bool = False, wait: bool = True) -> int:
+    """Lock a folder or a file.
 
+    :param make: the file, if it is not there.
     :param shared: beside other shared locks.
     :param wait: until nobody else has the lock.
     :returns: the handle for :func:`release`.
     :raises BlockingIOError: another one has it, and ``wait`` is False.
+    :raises OSError: it cannot be opened.
     """
-    if path.is_dir():
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    else:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    flags = os.O_RDWR | os.O_CREAT if make else os.O_RDONLY
+    handle = os.open(path, flags | os.O_CLOEXEC, 0o666)
     _handles.add(handle)
     try:
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
@@ -46,9 +46,9 @@ def release(handle: int) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path, *, shared: bool = False, wait: bool = True) -> Iterator[None]:
+def locked(path: Path, *, make: bool = False, shared: bool = False, wait: bool = True) -> Iterator[None]:
     """Hold a lock during a ``with`` block; parameters and errors as of :func:`acquire`."""
-    handle = acquire(path, shared=shared, wait=wait)
+    handle = acquire(path, make=make, shared=shared, wait=wait)
     try:
         yield
     finally:
