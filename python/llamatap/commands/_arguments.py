@@ -13,7 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from llamatap._options import read_options
 from llamatap._validate import shown
+from llamatap.context import ContextOptions
 from llamatap.errors import InvalidInputError
 from llamatap.layers import LayerId
 
@@ -25,6 +27,8 @@ __all__ = [
     "add_field",
     "add_loading",
     "add_model",
+    "add_numbers",
+    "add_option",
     "add_prompt",
     "add_threads",
     "byte_size",
@@ -53,13 +57,46 @@ def given(declaration: type[Any], arguments: argparse.Namespace) -> dict[str, An
     if dataclasses.is_dataclass(declaration):
         names = [field.name for field in dataclasses.fields(declaration)]
     else:
-        names = list(declaration.__annotations__)
+        names = list(read_options(declaration))
     found = {name: getattr(arguments, name, None) for name in names}
     return {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in found.items()
         if value is not None
     }
+
+
+def add_option(
+    parser: argparse._ActionsContainer,
+    declaration: type[Any],
+    name: str,
+    *flags: str,
+    kind: Callable[[str], Any] | None = None,
+    text: str | None = None,
+) -> None:
+    """Add an argument that sets an option of a TypedDict, with the option's help and default.
+
+    :param flags: names of the argument; by default the option's own.
+    :param kind: reads a value; by default the option's type does.
+    :param text: in place of the option's help and default.
+    """
+    option = read_options(declaration)[name]
+    if text is None:
+        text = option.plain_help + ("" if option.default is None else f" (default: {option.default})")
+    parser.add_argument(
+        *(flags or (f"--{name.replace('_', '-')}",)),
+        dest=name,
+        type=kind or option.kind,
+        metavar="N" if option.kind is int else "X",
+        help=text.replace("%", "%%"),
+    )
+
+
+def add_numbers(parser: argparse._ActionsContainer, declaration: type[Any]) -> None:
+    """Add an argument for each option of a TypedDict that is a number."""
+    for name, option in read_options(declaration).items():
+        if option.kind in (int, float):
+            add_option(parser, declaration, name)
 
 
 def add_field(
@@ -118,13 +155,14 @@ def load_model(arguments: argparse.Namespace, *, load_mtp: bool = False) -> Mode
 
 def add_threads(parser: argparse.ArgumentParser, *names: str) -> None:
     """``--threads``, and other names of it: the engine's threads."""
-    parser.add_argument(
+    add_option(
+        parser,
+        ContextOptions,
+        "n_threads",
         "--threads",
         *names,
-        dest="n_threads",
-        type=integers(1),
-        metavar="N",
-        help="threads of the engine (default: one for each physical core, within the CPU quota of the "
+        kind=integers(1),
+        text="threads of the engine (default: one for each physical core, within the CPU quota of the "
         "container)",
     )
 

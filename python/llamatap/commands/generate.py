@@ -6,10 +6,13 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from llamatap._options import read_options
 from llamatap._validate import integer
 from llamatap.commands._arguments import (
     add_loading,
     add_model,
+    add_numbers,
+    add_option,
     add_prompt,
     add_threads,
     draft_length,
@@ -18,13 +21,17 @@ from llamatap.commands._arguments import (
     read_prompt,
 )
 from llamatap.context import ContextOptions
+from llamatap.drafting.model_drafters import DraftOptions, named_drafter
 from llamatap.errors import InvalidInputError
+from llamatap.generation.options import GenerateOptions
+from llamatap.sampler import SamplingOptions
 
 if TYPE_CHECKING:
     from llamatap import Generation
-    from llamatap.drafting.model_drafters import DraftOptions
 
 __all__ = ["add", "run"]
+
+_MAX_TOKENS: int = read_options(GenerateOptions)["max_tokens"].default
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -39,27 +46,16 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--n-max", metavar="N", help="tokens of a draft, or auto (default: 8 with ngram, else 4)"
     )
-    parser.add_argument(
-        "--p-min", type=float, metavar="P", help="end a draft before tokens that are less likely"
+    add_option(parser, DraftOptions, "p_min", text="end a draft before tokens that are less likely")
+    add_option(
+        parser,
+        GenerateOptions,
+        "max_tokens",
+        "-n",
+        "--max-tokens",
+        text=f"tokens at most (default: {_MAX_TOKENS})",
     )
-    parser.add_argument(
-        "-n", "--max-tokens", type=int, default=128, metavar="N", help="tokens at most (default: 128)"
-    )
-    parser.add_argument(
-        "--temperature", type=float, metavar="T", help="0, the default, takes the most likely token"
-    )
-    parser.add_argument(
-        "--top-k", type=int, metavar="K", help="draw from the k most likely tokens (default: 0, all)"
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help="draw from the most likely tokens that together reach this probability (default: 1, all)",
-    )
-    parser.add_argument(
-        "--seed", type=int, metavar="N", help="seed of the random numbers (default: a new one each time)"
-    )
+    add_numbers(parser.add_argument_group("sampling"), SamplingOptions)
     parser.add_argument(
         "--stop", action="append", metavar="TEXT", help="text that ends the generation; may be given again"
     )
@@ -73,12 +69,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from llamatap import generate
-    from llamatap.drafting.model_drafters import named_drafter
-    from llamatap.generation.options import GenerateOptions
 
     draft_options = _draft_options(arguments)
     # Checked before a context is sized by it.
-    max_tokens = integer("--max-tokens", arguments.max_tokens, 1)
+    max_tokens = _MAX_TOKENS if arguments.max_tokens is None else arguments.max_tokens
+    integer("--max-tokens", max_tokens, 1)
     final: Generation | None = None
     with load_model(arguments, load_mtp=arguments.drafter == "mtp") as model:
         tokens = model.tokenize(read_prompt(model, arguments))
