@@ -226,14 +226,14 @@ def test_texts_that_no_prompt_can_be(tiny_path: Path) -> None:
 def test_tokenising_has_few_threads_and_a_limit(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     threads: set[int] = set()
-    tokens = Server.tokens
+    tokens = Server.checked_prompt
 
     def waits(self: Server, model: lt.Model, prompt: Any) -> Any:
         threads.add(threading.get_ident())
         assert gate.wait(30)
         return tokens(self, model, prompt)
 
-    monkeypatch.setattr(Server, "tokens", waits)
+    monkeypatch.setattr(Server, "checked_prompt", waits)
     with (
         running([tiny_options(tiny_path)], ServerOptions(max_queue=3)) as server,
         ThreadPoolExecutor(20) as pool,

@@ -9,7 +9,7 @@ from fastapi import Request
 from numpy.typing import NDArray
 
 from llamatap.errors import InvalidInputError
-from llamatap.extraction.inputs import prompt_tokens
+from llamatap.extraction.inputs import CheckedPrompt, checked_prompt
 from llamatap.model import Model
 from llamatap.presets import Preset, load_preset, preset_names
 from llamatap.serve.errors import ApiError
@@ -82,14 +82,14 @@ class Server:
                 f"no model {model!r} here; there are {', '.join(self.workers)}",
             ) from None
 
-    def tokens(self, model: Model, prompt: str | Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
-        """The token ids of a prompt, int32 ``(n,)``; long work.
+    def checked_prompt(self, model: Model, prompt: str | Sequence[int] | NDArray[np.int32]) -> CheckedPrompt:
+        """A prompt as token ids, uncut. Long work: run it off the event loop.
 
         :raises InvalidInputError: it is empty, or longer than any that the server takes.
         """
         if isinstance(prompt, str):
             self.check_text(prompt)
-        return prompt_tokens(model, prompt, None)
+        return checked_prompt(model, prompt, None)
 
     def check_text(self, prompt: str) -> None:
         """Refuse a text that is too long to be tokenised.

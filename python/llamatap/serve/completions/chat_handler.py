@@ -49,7 +49,7 @@ class ChatHandler(TextHandler):
     def max_tokens(self) -> int | None:
         return self.body.max_completion_tokens or self.body.max_tokens
 
-    def inputs(self) -> list[str | Sequence[int]]:
+    def read_inputs(self) -> list[str | Sequence[int]]:
         body = self.body
         messages: list[dict[str, Any]] = []
         for message in body.messages:
@@ -92,7 +92,7 @@ class ChatHandler(TextHandler):
 
     def extra_fields(self) -> dict[str, Any]:
         # vLLM puts the ids of the prompt here for a chat, and into each choice for a completion.
-        return {"prompt_token_ids": self.prompt_tokens[0].tolist()} if self.body.return_token_ids else {}
+        return {"prompt_token_ids": list(self.prompts[0])} if self.body.return_token_ids else {}
 
     def first_chunks(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}

@@ -63,7 +63,7 @@ class CompletionHandler(TextHandler):
     def max_tokens(self) -> int | None:
         return 16 if self.body.max_tokens is None else self.body.max_tokens
 
-    def inputs(self) -> list[str | Sequence[int]]:
+    def read_inputs(self) -> list[str | Sequence[int]]:
         prompt = self.body.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -110,7 +110,7 @@ class CompletionHandler(TextHandler):
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": found, "finish_reason": None}
         if self.body.return_token_ids and index not in self._opened:
             self._opened.add(index)
-            choice["prompt_token_ids"] = self.prompt_tokens[index // self.n].tolist()
+            choice["prompt_token_ids"] = list(self.prompts[index // self.n])
         return choice
 
     def _new_stream(self) -> TextStream:
@@ -119,11 +119,11 @@ class CompletionHandler(TextHandler):
 
     def _prompt(self, index: int, logprobs: Sequence[TokenLogprobs | None] | None) -> tuple[str, list[_Row]]:
         """The text of a choice's prompt, and where log-probabilities are wanted, its tokens' rows."""
-        given = self.prompts[index // self.n]
+        given = self.inputs[index // self.n]
         text = text_of(self.model, given)
         if self.body.logprobs is None or logprobs is None:
             return text, []
-        tokens = self.prompt_tokens[index // self.n].tolist()
+        tokens = list(self.prompts[index // self.n])
         offsets = offsets_in(self.model, given, tokens)
         return text, list(zip(tokens, logprobs, offsets, strict=True))
 

@@ -8,12 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
 import orjson
 from fastapi import Response
-from numpy.typing import NDArray
 
 from llamatap.errors import ContextFullError
+from llamatap.extraction.inputs import CheckedPrompt
 from llamatap.generation.api import GenerateOptions
 from llamatap.generation.results import Event, Generation, TokenLogprobs
 from llamatap.serve.app_state import Server
@@ -53,9 +52,9 @@ class TextHandler(ABC):
         self.created = int(time.time())
         #: Texts for each prompt.
         self.n = body.n or 1
-        #: Prompts as the request gave them, and their tokens; after :meth:`prepare`.
-        self.prompts: list[str | Sequence[int]] = []
-        self.prompt_tokens: list[NDArray[np.int32]] = []
+        #: Prompts as the request gave them, and as token ids; after :meth:`prepare`.
+        self.inputs: list[str | Sequence[int]] = []
+        self.prompts: list[CheckedPrompt] = []
         self.returned_states: ReturnedStates | None = None
         self.verifier_file: VerifierFile | None = None
         #: The most memory that states and log-probabilities take until they are sent; after :meth:`prepare`.
@@ -105,7 +104,7 @@ class TextHandler(ABC):
         """The most tokens of a text, as the request gives it."""
 
     @abstractmethod
-    def inputs(self) -> list[str | Sequence[int]]:
+    def read_inputs(self) -> list[str | Sequence[int]]:
         """The prompts of the request."""
 
     @abstractmethod
@@ -140,8 +139,8 @@ class TextHandler(ABC):
         :raises ApiError: the answer would be too large.
         :raises InvalidInputError: a prompt is wrong.
         """
-        self.prompts = self.inputs()
-        n_texts = len(self.prompts) * self.n
+        self.inputs = self.read_inputs()
+        n_texts = len(self.inputs) * self.n
         if n_texts > (most := self.server.options.max_inputs):
             raise ApiError.invalid(
                 f"{n_texts} texts; this server gives {most} in a response", "too_many_inputs"
@@ -149,12 +148,12 @@ class TextHandler(ABC):
         if self.n_logprobs is not None or self.n_prompt_logprobs is not None or self.body.stop is not None:
             # Raises where the model has no tokenizer, and so no texts to search or to show.
             self.model.token_bytes(0)
-        self.prompt_tokens = [self._tokens(prompt) for prompt in self.prompts]
+        self.prompts = [self._checked_prompt(given) for given in self.inputs]
         if (n_scored := self.n_prompt_logprobs) is not None:
-            n_tokens = sum(map(len, self.prompt_tokens)) * self.n
+            n_tokens = sum(map(len, self.prompts)) * self.n
             self.n_bytes += prompt_logprobs_bytes(n_tokens, n_scored)
         if self.body.return_hidden_states:
-            n_rows = sum(len(tokens) + self._most_tokens(tokens) for tokens in self.prompt_tokens)
+            n_rows = sum(len(prompt) + self._most_tokens(prompt) for prompt in self.prompts)
             self.returned_states = ReturnedStates(self.model, self.body)
             self.returned_states.check_size(n_rows, self.server.options.max_response_bytes)
             self.n_bytes += self.returned_states.n_bytes(n_rows)
@@ -162,18 +161,18 @@ class TextHandler(ABC):
         if verifier is not None and self.body.return_token_ids and not self.body.stream and self.n == 1:
             if len(self.prompts) > 1:
                 raise ApiError.invalid("a verifier takes one prompt a request")
-            self.verifier_file = VerifierFile(verifier, self.model, len(self.prompt_tokens[0]))
+            self.verifier_file = VerifierFile(verifier, self.model, len(self.prompts[0]))
             self.n_bytes += self.verifier_file.n_bytes
 
-    def _tokens(self, prompt: str | Sequence[int]) -> NDArray[np.int32]:
-        tokens = self.server.tokens(self.model, prompt)
-        if len(tokens) > (most := self.worker.limits.text):
+    def _checked_prompt(self, given: str | Sequence[int]) -> CheckedPrompt:
+        prompt = self.server.checked_prompt(self.model, given)
+        if len(prompt) > (most := self.worker.limits.text):
             raise ContextFullError(
-                f"the prompt has {len(tokens)} tokens; {self.worker.name} takes texts of {most} at most"
+                f"the prompt has {len(prompt)} tokens; {self.worker.name} takes texts of {most} at most"
             )
-        return tokens
+        return prompt
 
-    def _most_tokens(self, prompt: NDArray[np.int32]) -> int:
+    def _most_tokens(self, prompt: CheckedPrompt) -> int:
         """The most tokens to generate after a prompt. A request that does not say gets whole shares of the
         context, as many as leave at least a quarter of one for the text."""
         share = self.worker.limits.text_share
@@ -187,11 +186,11 @@ class TextHandler(ABC):
 
     def events(self) -> AsyncGenerator[tuple[int, Event], None]:
         """Generate the texts: events, with the numbers of their choices; after :meth:`prepare`."""
-        prompts = [tokens for tokens in self.prompt_tokens for _ in range(self.n)]
-        texts = [(tokens, self._options(tokens, index)) for index, tokens in enumerate(prompts)]
+        prompts = [prompt for prompt in self.prompts for _ in range(self.n)]
+        texts = [(prompt, self._options(prompt, index)) for index, prompt in enumerate(prompts)]
         return self.worker.generate(texts, streamed=bool(self.body.stream))
 
-    def _options(self, prompt: NDArray[np.int32], index: int) -> GenerateOptions:
+    def _options(self, prompt: CheckedPrompt, index: int) -> GenerateOptions:
         options = self.body.generate_options()
         options["max_tokens"] = self._most_tokens(prompt)
         options["logprobs"] = self.n_logprobs
@@ -237,7 +236,7 @@ class TextHandler(ABC):
 
     def usage(self, done: dict[int, Generation]) -> dict[str, int]:
         """Numbers of tokens. A prompt with several texts counts once."""
-        prompt = sum(map(len, self.prompt_tokens))
+        prompt = sum(map(len, self.prompts))
         completion = sum(len(found.tokens) for found in done.values())
         return {
             "prompt_tokens": prompt,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from llamatap import layers as layer_ids
 from llamatap.errors import ContextFullError, InvalidInputError
-from llamatap.extraction.inputs import cut_tokens
+from llamatap.extraction.inputs import CheckedPrompt, cut_tokens
 from llamatap.layers import LayerId
 from llamatap.presets import Preset
 from llamatap.serve.app_state import Server
@@ -60,7 +60,7 @@ class CheckedRequest:
 
     @property
     def _n_numbers(self) -> int:
-        rows = sum(1 if self.wanted.pooling else len(task.tokens) for task in self.tasks)
+        rows = sum(1 if self.wanted.pooling else len(task.prompt) for task in self.tasks)
         return rows * len(self.wanted.layers) * self.worker.model.n_embd
 
     @property
@@ -188,8 +188,8 @@ def _task(
     prompt: _Prompt,
     max_length: int,
 ) -> ExtractionTask:
-    whole = server.tokens(worker.model, prompt)
-    tokens = cut_tokens(worker.model, prompt, whole, max_length)
+    whole = server.checked_prompt(worker.model, prompt)
+    tokens = cut_tokens(worker.model, prompt, whole.tokens, max_length)
     if len(tokens) > (limit := worker.limits.prompt) > 0:
         raise ContextFullError(
             f"the prompt has {len(tokens)} tokens; {worker.name} was trained for {limit}: cut it with "
@@ -197,4 +197,4 @@ def _task(
         )
     if preset is not None:
         preset.check_rows(len(tokens))
-    return ExtractionTask(tokens, len(whole), wanted)
+    return ExtractionTask(CheckedPrompt(tokens, len(whole)), wanted)

@@ -89,14 +89,14 @@ class BatchExtractor:
             self._finish(task, states)
 
     def _finish(self, task: ExtractionTask, states: States) -> None:
-        self.metrics.tokens.labels(self.name, "extracted").inc(len(task.tokens))
+        self.metrics.tokens.labels(self.name, "extracted").inc(len(task.prompt))
         task.result.set_result(states)
 
     def _states(self, tasks: Sequence[ExtractionTask]) -> list[States]:
         shared = tasks[0].wanted
         try:
             found = self.extractor(
-                [task.tokens for task in tasks],
+                [task.prompt for task in tasks],
                 tuple(dict.fromkeys(layer for task in tasks for layer in task.wanted.layers)),
                 dtype=shared.dtype,
                 window=[task.wanted.window for task in tasks],
@@ -107,7 +107,4 @@ class BatchExtractor:
             # The context may be unusable; the next prompt gets a new one.
             self.extractor.close()
             raise
-        return [
-            states.select(task.wanted.layers).cut_from(task.n_prompt)
-            for task, states in zip(tasks, found, strict=True)
-        ]
+        return [states.select(task.wanted.layers) for task, states in zip(tasks, found, strict=True)]

@@ -43,13 +43,13 @@ def take_batch(
             if (
                 not _same_pass(task.wanted, batch[0].wanted)
                 or len(batch) == _MOST_PROMPTS
-                or n_tokens + len(task.tokens) > most_tokens
+                or n_tokens + len(task.prompt) > most_tokens
                 or not all(_costs_little(one.wanted, union) for one in affected)
             ):
                 left.append(task)
                 continue
         if task.result.set_running_or_notify_cancel():
-            n_tokens += len(task.tokens)
+            n_tokens += len(task.prompt)
             layers = union
             batch.append(task)
     return batch, left

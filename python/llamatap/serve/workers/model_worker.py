@@ -14,10 +14,8 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 
-import numpy as np
-from numpy.typing import NDArray
-
 from llamatap.errors import Error, UnsupportedError
+from llamatap.extraction.inputs import CheckedPrompt
 from llamatap.generation.api import GenerateOptions
 from llamatap.generation.results import Event
 from llamatap.model import Model
@@ -133,13 +131,13 @@ class ModelWorker:
             raise
 
     async def generate(
-        self, texts: Sequence[tuple[NDArray[np.int32], GenerateOptions]], *, streamed: bool = False
+        self, texts: Sequence[tuple[CheckedPrompt, GenerateOptions]], *, streamed: bool = False
     ) -> AsyncGenerator[tuple[int, Event], None]:
         """Generate texts: their events, each with the number of its text.
 
         When the iterator is closed early, the texts are cancelled and their sequences freed.
 
-        :param texts: token ids and options.
+        :param texts: prompts and options.
         :param streamed: whether a client reads the events as they come. If not, a text that fails in a round
             with others starts over, and its events with it.
         :raises ApiError: too many prompts wait, or the server is shutting down.
@@ -154,8 +152,8 @@ class ModelWorker:
                 loop.call_soon_threadsafe(queue.put_nowait, (number, what))
 
         tasks = [
-            GenerationTask(tokens, options, functools.partial(deliver, number), streamed=streamed)
-            for number, (tokens, options) in enumerate(texts)
+            GenerationTask(prompt, options, functools.partial(deliver, number), streamed=streamed)
+            for number, (prompt, options) in enumerate(texts)
         ]
         self._queue(len(tasks), lambda: self.generator.add(tasks))
         left = len(tasks)

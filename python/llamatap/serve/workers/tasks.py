@@ -8,9 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
+from llamatap.extraction.inputs import CheckedPrompt
 from llamatap.generation.api import GenerateOptions
 from llamatap.generation.results import Event
 from llamatap.layers import LayerId
@@ -40,14 +38,9 @@ class WantedStates:
 
 @dataclass(eq=False)
 class ExtractionTask:
-    """A prompt to extract states of, and the future of its result.
+    """A prompt to extract states of, and the future of its result."""
 
-    :ivar tokens: int32 ``(n,)``.
-    :ivar n_prompt: tokens of the prompt before it was cut.
-    """
-
-    tokens: NDArray[np.int32]
-    n_prompt: int
+    prompt: CheckedPrompt
     wanted: WantedStates
     result: Future[States] = field(default_factory=Future)
     #: Set once nobody waits for the result, also while it is being computed.
@@ -56,12 +49,9 @@ class ExtractionTask:
 
 @dataclass(eq=False)
 class GenerationTask:
-    """A text to generate, and where its events go.
+    """A text to generate, and where its events go."""
 
-    :ivar tokens: int32 ``(n,)``, of the prompt.
-    """
-
-    tokens: NDArray[np.int32]
+    prompt: CheckedPrompt
     options: GenerateOptions
     deliver: Callable[[Event | BaseException], None]
     #: Set once nobody waits for its events.

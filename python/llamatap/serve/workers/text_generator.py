@@ -106,7 +106,7 @@ class TextGenerator:
         try:
             if self.session is None:
                 self.session = self._new_session()
-            self._in_flight[self.session.add(task.tokens, **task.options)] = task
+            self._in_flight[self.session.add(task.prompt, **task.options)] = task
         except Exception as error:
             task.deliver(error)
         finally:
