@@ -190,7 +190,7 @@ def test_a_client_that_pauses_is_the_servers_affair_alone() -> None:
     assert b"".join(asyncio.run(main())) == b"a" * 2**18 + b"b"
 
 
-@pytest.mark.parametrize("fails", ["_note", "_check_sending"])
+@pytest.mark.parametrize("fails", ["_update_phase", "_check_sending"])
 def test_a_connection_that_cannot_be_checked_is_closed(
     tiny_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,7 +1,7 @@
 """Field types of request bodies.
 
-Bodies are checked on the event loop, so the first mistake ends the check: a list of a million wrong elements,
-or a body of as many unknown fields, is one error.
+Bodies are checked on the event loop, so a check ends at the first mistake: a list of a million wrong
+elements, or a body with as many unknown fields, gives one error.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _TOKEN_ID = "[0-9]{1,9}"
 
 
 def _shown(name: Any) -> str:
-    """The name of a field as an error shows it: not all of a long one, and no half characters."""
+    """The name of a field for an error message: cut if it is long, without half characters."""
     return str(name)[:100].encode(errors="backslashreplace").decode()
 
 
 def _token_ids(value: Any) -> Any:
-    # pydantic would report each entry of a large object, not the first mistake alone.
+    # pydantic would report every wrong entry of a large object.
     if not isinstance(value, dict):
         return value
     if len(value) > _MOST_BIASES:
@@ -66,7 +66,7 @@ Biases: TypeAlias = Annotated[
 
 
 def _kind(value: Any) -> str | None:
-    """The kind of the prompts, by the type of the first one: "text", "texts", "ids", "lists", or None."""
+    """The kind of prompts, by the type of the first: "text", "texts", "ids", "lists", or None."""
     if isinstance(value, str):
         return "text"
     if not isinstance(value, list):

@@ -1,29 +1,23 @@
-"""Resources of requests in flight: memory for states, and threads for texts."""
+"""Memory that the answers of all requests may take together."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-from collections.abc import Callable
-from typing import TypeVar
 
-import anyio
-import anyio.to_thread
 from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llamatap.serve.errors import ApiError
 
-__all__ = ["Budget", "ResponseEnd", "Threads"]
+__all__ = ["Budget", "ResponseEnd"]
 
-_T = TypeVar("_T")
-
+# Key of a request's scope: callbacks for the end of its response.
 _ENDS = "llamatap.ends"
 
 
 class ResponseEnd:
-    """Middleware: gives back the memory of a request once its response was sent, or cannot be."""
+    """Middleware: returns the memory of a request to the budget once its response was sent, or has failed."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -34,18 +28,12 @@ class ResponseEnd:
             await self.app(scope, receive, send)
 
 
-def _too_many(what: str) -> ApiError:
-    return ApiError(
-        429, "rate_limit_error", "queue_full", f"too many requests wait for {what}", retry_after=1
-    )
-
-
 class Budget:
-    """Bytes that the states of all requests, and their prompts' log-probabilities, may take together, from
-    before they are computed until they are sent. Of one event loop.
+    """Bytes for the states and prompt log-probabilities of all requests, from before they are computed until
+    they are sent. For one event loop.
 
     :param total: bytes.
-    :param most_waiting: requests that may wait for their share; further ones get 429.
+    :param most_waiting: requests that may wait for memory; further ones get 429.
     """
 
     def __init__(self, total: int, most_waiting: int) -> None:
@@ -57,9 +45,9 @@ class Budget:
         self._freed = asyncio.Event()
 
     async def take(self, request: Request, n_bytes: int) -> None:
-        """Take bytes until the end of a request's response; in the order in which they are asked for.
+        """Take bytes for a request, until its response was sent. Requests are served in order.
 
-        :raises ApiError: there are never so many, or too many requests wait.
+        :raises ApiError: 413, more than the total; 429, too many requests wait.
         """
         if n_bytes > self.total:
             raise ApiError(
@@ -71,7 +59,7 @@ class Budget:
                 "float16, or for another encoding_format",
             )
         if self.waiting >= self.most_waiting:
-            raise _too_many("memory")
+            raise ApiError.queue_full("too many requests wait for memory", retry_after=1)
         self.waiting += 1
         try:
             async with self._turn:
@@ -87,38 +75,3 @@ class Budget:
     def _give(self, n_bytes: int) -> None:
         self.free += n_bytes
         self._freed.set()
-
-
-class Threads:
-    """Threads for long work: texts that are tokenised, states that are encoded.
-
-    :param most_waiting: requests that may wait for one; further ones get 429.
-    """
-
-    def __init__(self, most_waiting: int) -> None:
-        self.most_waiting = most_waiting
-        n_threads = min(os.cpu_count() or 1, 4)
-        self._places = anyio.CapacityLimiter(n_threads)
-        self._threads = anyio.CapacityLimiter(n_threads)
-
-    @property
-    def occupied(self) -> int:
-        """Requests that have a thread, or wait for one."""
-        found = self._places.statistics()
-        return found.borrowed_tokens + found.tasks_waiting
-
-    async def run(self, work: Callable[[], _T]) -> _T:
-        """Run some work in a thread. Cancelled, it returns when the work is done: a thread cannot be stopped,
-        and until then the request keeps its place and its memory.
-
-        :raises ApiError: too many requests wait.
-        """
-        if self._places.statistics().tasks_waiting >= self.most_waiting:
-            raise _too_many("a thread")
-        async with self._places:
-            task = asyncio.ensure_future(anyio.to_thread.run_sync(work, limiter=self._threads))
-            try:
-                return await asyncio.shield(task)
-            except asyncio.CancelledError:
-                await asyncio.wait([task])
-                raise

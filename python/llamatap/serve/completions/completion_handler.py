@@ -19,8 +19,8 @@ from llamatap.serve.workers.model_worker import ModelWorker
 
 __all__ = ["CompletionHandler"]
 
-#: A token of the legacy ``logprobs``, its log-probabilities (None of the first one of a prompt), and the
-#: character where it begins.
+#: A token of the legacy ``logprobs``: its id, its log-probabilities (None for the first token of a prompt),
+#: and its offset in characters.
 _Row: TypeAlias = "tuple[int, TokenLogprobs | None, int]"
 
 
@@ -36,15 +36,16 @@ class CompletionHandler(TextHandler):
     def __init__(self, server: Server, worker: ModelWorker, body: CompletionRequest) -> None:
         super().__init__(server, worker, body)
         if body.best_of not in (None, 1, self.n):
-            raise ApiError.invalid("best_of is not supported here: n texts are all that are generated")
+            raise ApiError.invalid("best_of is not supported here: only n texts are generated")
         if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
             raise ApiError.invalid(
-                "max_tokens is 0, so nothing would be in the answer: ask for echo or prompt_logprobs as well"
+                "max_tokens is 0, so the answer would be empty: ask for echo or prompt_logprobs as well"
             )
-        #: Streamed texts so far, decoded from their tokens.
+        #: By choice: the streamed text so far, decoded from its tokens.
         self._streams: dict[int, TextStream] = {}
+        #: Choices of which a chunk was sent.
         self._opened: set[int] = set()
-        #: Of those that have begun with their prompts, the characters of these.
+        #: By choice, once its prompt was echoed: the number of characters of the prompt.
         self._echoed: dict[int, int] = {}
 
     @property
@@ -55,7 +56,7 @@ class CompletionHandler(TextHandler):
     def n_prompt_logprobs(self) -> int | None:
         body = self.body
         wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
-        # Without a text there is nothing else to compute.
+        # With max_tokens 0 the log-probabilities of the prompt are all there is to compute.
         wanted.append(0 if body.max_tokens == 0 else None)
         return max((one for one in wanted if one is not None), default=None)
 
@@ -114,11 +115,11 @@ class CompletionHandler(TextHandler):
         return choice
 
     def _new_stream(self) -> TextStream:
-        # Stop strings count too: where a token begins does not depend on what comes later.
+        # Without stop strings: the offset of a token does not depend on what follows it.
         return TextStream(token_bytes(self.model), ())
 
     def _prompt(self, index: int, logprobs: Sequence[TokenLogprobs | None] | None) -> tuple[str, list[_Row]]:
-        """The text of a choice's prompt, and where log-probabilities are wanted, its tokens' rows."""
+        """The text of a choice's prompt, and the rows of its tokens where log-probabilities are wanted."""
         given = self.inputs[index // self.n]
         text = text_of(self.model, given)
         if self.body.logprobs is None or logprobs is None:
@@ -128,13 +129,13 @@ class CompletionHandler(TextHandler):
         return text, list(zip(tokens, logprobs, offsets, strict=True))
 
     def _rows(self, logprobs: Sequence[TokenLogprobs], stream: TextStream, begin: int) -> list[_Row]:
-        """Tokens of a text with their log-probabilities and offsets.
+        """The rows of a text's tokens.
 
-        :param begin: the characters before the text.
+        :param begin: characters before the text.
         """
         rows: list[_Row] = []
         for one in logprobs:
-            # Tokens within a character begin where it does.
+            # A token within a character begins where the character does.
             rows.append((one.token, one, begin + len(stream.text)))
             stream.push(one.token)
         return rows
@@ -148,7 +149,7 @@ class CompletionHandler(TextHandler):
         }
 
     def _top(self, one: TokenLogprobs) -> dict[str, float]:
-        """Log-probabilities of the most likely tokens and of the token itself, by their texts."""
+        """Log-probabilities of the most likely tokens and of the token itself, by text."""
         found: dict[str, float] = {}
         for token, logprob in (*one.top[: self.body.logprobs], (one.token, one.logprob)):
             # Among tokens with the same text, keep the most likely one.
@@ -156,7 +157,7 @@ class CompletionHandler(TextHandler):
         return found
 
     def _spelled(self, token: int) -> str:
-        """A token; what is no text of its own is spelled as OpenAI spells it."""
+        """The text of a token; bytes that are no text by themselves are spelled as OpenAI does."""
         data = self.model.token_bytes(token)
         try:
             return data.decode()

@@ -19,7 +19,7 @@ from uvicorn.server import ServerState
 
 from llamatap.serve.errors import ApiError, error_response
 from llamatap.serve.http.connection_options import ConnectionOptions
-from llamatap.serve.http.connections import Connections, Phase, crowded
+from llamatap.serve.http.connections import Connections, Phase, too_many_connections
 from llamatap.serve.http.socket_buffers import undelivered, unread
 from llamatap.serve.logs import logger
 from llamatap.serve.shutdown import shutting_down
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Connection", "HttpConfig"]
 
-# For a client that is told why its connection is closed.
-_PARTING_SECONDS = 2.0
-_PARTING_BYTES = 2**20
-# Of headers that have not arrived whole.
+# A client that is told why its connection is closed has this time to read it, and may send as much meanwhile.
+_LINGER_SECONDS = 2.0
+_LINGER_BYTES = 2**20
+# The most bytes of headers that have not arrived whole.
 _MOST_HEADER_BYTES = 2**14
 
 
 class Connection(H11Protocol):
     """A connection of HTTP/1.1 with deadlines.
 
-    :ivar since: when it came to wait for what it waits for, on the event loop's clock.
+    :ivar since: when its phase began, on the event loop's clock.
     """
 
     cycle: RequestResponseCycle | None  # type: ignore[assignment]
@@ -54,36 +54,39 @@ class Connection(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self.registry = config.connections
         self.options = self.registry.options
-        self.since = self._taken_at = self.loop.time()
+        self.since = self.loop.time()
         self._phase: Phase = "headers"
+        # Bytes that the client has yet to take, and when it last took some.
         self._unsent = 0
-        self._parts = False
-        # The bytes that came after the last answer; None before it.
-        self._late: int | None = None
-        self._whole_app: ASGIApp = self.app
+        self._taken_at = self.since
+        # Whether it is closed after its next answer, since there are too many connections.
+        self._evicted = False
+        # Bytes that came after the last answer; None before it.
+        self._late_bytes: int | None = None
+        self._full_app: ASGIApp = self.app
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.registry.admit(self)
         if self.registry.full:
-            self.app = self._quick_answers
+            self.app = self._answer_briefly
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self.registry.forget(self)
 
     def data_received(self, data: bytes) -> None:
-        if self._late is not None:
-            self._late += len(data)
-            if self._late > _PARTING_BYTES:
+        if self._late_bytes is not None:
+            self._late_bytes += len(data)
+            if self._late_bytes > _LINGER_BYTES:
                 self.transport.abort()
             return
         super().data_received(data)
-        self._note()
+        self._update_phase()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._note()
+        self._update_phase()
 
     def send_400_response(self, msg: str) -> None:
         error = ApiError(400, "invalid_request_error", "invalid_http", "this is no request of HTTP/1.1")
@@ -94,11 +97,11 @@ class Connection(H11Protocol):
         self.refuse(error)
 
     def _should_upgrade(self) -> bool:
-        # No WebSockets; uvicorn's would advise the log's reader to install a library for them.
+        # No WebSockets. uvicorn would log an advice to install a library for them.
         return False
 
     def shutdown(self) -> None:
-        """Stop with the server: refuse a request that has not arrived whole, finish one in flight."""
+        """Stop with the server: refuse a request that has not arrived whole, finish one that is in flight."""
         if self.waits and self._phase != "idle":
             self.refuse(shutting_down())
         elif self._phase != "closing":
@@ -112,24 +115,24 @@ class Connection(H11Protocol):
 
     @property
     def phase(self) -> Phase:
-        """The state of the connection: idle, reading headers or a body, busy with a response, or closing."""
-        self._note()
+        """Idle, reading headers or a body, busy with a response, or closing."""
+        self._update_phase()
         return self._phase
 
     @property
     def waits(self) -> bool:
-        """Whether the client has to send something."""
+        """Whether it waits for its client to send something."""
         return self.phase in ("idle", "headers", "body")
 
     def refuse(self, error: ApiError) -> None:
-        """Close the connection; a request that was begun is answered with an error."""
+        """Close the connection; a request that has begun is answered with an error."""
         if self.cycle is not None:
-            # Answers of the app are too late from here on.
+            # From here on an answer of the app is too late.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        if self._now() == "closing":
+        if self._current_phase() == "closing":
             return
-        half = self._now() == "body"
+        half = self._current_phase() == "body"
         begun = self.conn.trailing_data[0] or self.conn.their_state is h11.ERROR
         if self.conn.our_state is h11.SEND_RESPONSE or (begun and self.conn.our_state is h11.IDLE):
             response = error_response(error)
@@ -147,38 +150,41 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def _linger(self) -> None:
-        """Close the connection once the client has: the kernel answers what comes after a close, or is unread
-        then, with a reset, and the client would never see what was sent before."""
-        self._late = 0
-        self.registry.parting(self)
+        """Close the connection once the client has closed it.
+
+        If it were closed now, the kernel would answer unread and later data with a reset, and the client
+        would never see what was sent before.
+        """
+        self._late_bytes = 0
+        self.registry.linger(self)
         self._unset_keepalive_if_required()
         if not self.transport.is_closing():
             with contextlib.suppress(OSError):
                 self.transport.write_eof()
             self.flow.resume_reading()
-            self.loop.call_later(_PARTING_SECONDS, self.transport.abort)
+            self.loop.call_later(_LINGER_SECONDS, self.transport.abort)
 
-    def part(self) -> None:
-        """Close the connection, for there are too many. A request that was begun, or that is on its way, is
-        answered with 503 (``GET`` as ever)."""
+    def evict(self) -> None:
+        """Close the connection, since there are too many. A request that has begun, or is on its way, is
+        answered first: ``GET`` as always, others with 503."""
         silent = not self.conn.trailing_data[0] and self.phase in ("headers", "idle")
-        fresh = self._phase == "headers" and self.loop.time() - self.since < _PARTING_SECONDS
+        fresh = self._phase == "headers" and self.loop.time() - self.since < _LINGER_SECONDS
         if silent and (fresh or unread(self.transport.get_extra_info("socket"))):
-            self._parts = True
-            self.app = self._quick_answers
-            self.registry.parting(self)
-            self.loop.call_later(_PARTING_SECONDS, self._parted)
+            self._evicted = True
+            self.app = self._answer_briefly
+            self.registry.linger(self)
+            self.loop.call_later(_LINGER_SECONDS, self._end_eviction)
             return
         self.registry.forget(self)
-        self.refuse(crowded())
+        self.refuse(too_many_connections())
 
-    def _parted(self) -> None:
+    def _end_eviction(self) -> None:
         if self.waits:
-            self.refuse(crowded())
+            self.refuse(too_many_connections())
 
     def check(self) -> None:
         """Close the connection if it is beyond a time limit."""
-        self._note()
+        self._update_phase()
         waited = self.loop.time() - self.since
         late = None
         if self._phase == "headers" and waited > self.options.header_timeout:
@@ -192,7 +198,7 @@ class Connection(H11Protocol):
     def _check_sending(self) -> None:
         unsent = self.transport.get_write_buffer_size()
         if unsent:
-            # The kernel holds megabytes, and takes more only when a third of them is gone.
+            # The kernel buffers megabytes, and takes more only once a third of them was delivered.
             unsent += undelivered(self.transport.get_extra_info("socket"))
         adding = self._phase == "busy" and not self.flow.write_paused
         if adding or unsent < self._unsent or unsent == 0:
@@ -201,16 +207,16 @@ class Connection(H11Protocol):
         if self.loop.time() - self._taken_at > self.options.send_timeout:
             self.transport.abort()
 
-    def _note(self) -> None:
-        phase = self._now()
+    def _update_phase(self) -> None:
+        phase = self._current_phase()
         if phase != self._phase:
             self._phase = phase
             self.since = self.loop.time()
 
-    def _now(self) -> Phase:
-        if self._late is not None or self.transport.is_closing():
+    def _current_phase(self) -> Phase:
+        if self._late_bytes is not None or self.transport.is_closing():
             return "closing"
-        # Also where the response was sent before: a body that nobody reads holds the connection, too.
+        # Also after the response: a body that nobody reads holds the connection, too.
         if self.conn.their_state is h11.SEND_BODY:
             return "body"
         if self.cycle is not None and not self.cycle.response_complete:
@@ -219,19 +225,20 @@ class Connection(H11Protocol):
             return "headers"
         return "idle"
 
-    async def _quick_answers(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The app of connections beyond the limit: ``GET`` as ever, else 503 while all are busy."""
-        if self._parts:
+    async def _answer_briefly(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The app of connections beyond the limit: ``GET`` as always; other requests get 503 while all
+        connections are busy."""
+        if self._evicted:
             self._close_after_response()
-        if scope["method"] in ("GET", "HEAD") or not (self._parts or self.registry.full):
-            await self._whole_app(scope, receive, send)
+        if scope["method"] in ("GET", "HEAD") or not (self._evicted or self.registry.full):
+            await self._full_app(scope, receive, send)
             return
         logger.warning("all %d connections are in use: further requests get 503", self.registry.most)
-        self.refuse(crowded(f"all {self.registry.most} connections of the server are in use"))
+        self.refuse(too_many_connections(f"all {self.registry.most} connections of the server are in use"))
 
 
 class HttpConfig(uvicorn.Config):
-    """uvicorn's configuration, with the limits of connections."""
+    """uvicorn's configuration, with limits of connections."""
 
     def __init__(self, app: FastAPI, options: ConnectionOptions, **more: Any) -> None:
         self.connections = Connections(options)
@@ -240,11 +247,11 @@ class HttpConfig(uvicorn.Config):
             http=Connection,
             ws="none",
             server_header=False,
-            # What is accepted in one turn of the event loop is counted afterwards only.
+            # All connections accepted in one turn of the event loop are counted only afterwards.
             backlog=self.connections.backlog,
             log_config=None,
             h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
             **more,
         )
-        # An integer by its annotation alone.
+        # Annotated as an integer, but any number works.
         self.timeout_keep_alive = options.idle_timeout  # type: ignore[assignment]

@@ -10,18 +10,18 @@ from llamatap.serve.errors import ApiError
 from llamatap.serve.http.connection_options import ConnectionOptions
 from llamatap.serve.logs import logger
 
-__all__ = ["Connections", "OpenConnection", "Phase", "crowded"]
+__all__ = ["Connections", "OpenConnection", "Phase", "too_many_connections"]
 
 # Connections beyond the limit, for quick answers while all others are busy.
 _RESERVE = 16
-# Connections that are being closed: until their client was told why, and has no more to say.
-_MOST_PARTING = 1024
+# Connections that are being closed, and linger until their client has read why.
+_MOST_LINGERING = 1024
 
 Phase = Literal["idle", "headers", "body", "busy", "closing"]
 
 
-def crowded(message: str = "the server has too many connections") -> ApiError:
-    """The error of a connection or request for which there is no room."""
+def too_many_connections(message: str = "the server has too many connections") -> ApiError:
+    """503: there is no room for a connection, or for its request."""
     return ApiError(503, "unavailable_error", "too_many_connections", message, retry_after=1)
 
 
@@ -40,52 +40,42 @@ class OpenConnection(Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether the client has to send something."""
+        """Whether it waits for its client to send something."""
 
-    def part(self) -> None:
-        """Close the connection, for there are too many."""
+    def evict(self) -> None:
+        """Close it, since there are too many."""
 
     def refuse(self, error: ApiError) -> None:
-        """Close the connection; a request that was begun is answered with an error."""
+        """Close it; a request that has begun is answered with an error."""
 
     def check(self) -> None:
-        """Close the connection if it is beyond a time limit."""
-
-
-def _free_descriptors() -> int | None:
-    """Files that this process may still open; None where there is no limit."""
-    try:
-        import resource
-
-        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        used = len(os.listdir("/dev/fd"))
-    except (ImportError, OSError):
-        return None
-    return None if most == resource.RLIM_INFINITY else max(most - used, 8)
+        """Close it if it is beyond a time limit."""
 
 
 class Connections:
     """The open connections of a server, all in one event loop.
 
     :ivar most: ``max_connections``, or fewer where the process may not open so many files.
+    :ivar reserve: connections beyond ``most``, for quick answers.
+    :ivar backlog: connections that the kernel may queue.
     """
 
     def __init__(self, options: ConnectionOptions) -> None:
         self.options = options
         self.most = options.max_connections
         self.reserve = _RESERVE
-        self.most_parting = _MOST_PARTING
+        self.most_lingering = _MOST_LINGERING
         self.backlog = 2048
         self._open: set[OpenConnection] = set()
         # In the order in which they came.
-        self._parting: dict[OpenConnection, None] = {}
+        self._lingering: dict[OpenConnection, None] = {}
         if (free := _free_descriptors()) is not None:
-            # The rest is for files of other kinds.
+            # The rest is for other files.
             self.most = min(self.most, max(free // 2, 1))
             self.reserve = min(self.reserve, max(free // 8, 1))
             self.backlog = min(self.backlog, max(free // 4, 1))
             left = free - self.most - self.reserve - self.backlog
-            self.most_parting = min(self.most_parting, max(left // 2, 1))
+            self.most_lingering = min(self.most_lingering, max(left // 2, 1))
         if self.most < options.max_connections:
             logger.warning(
                 "%d connections at most, not %d: this process may open %d more files (ulimit -n)",
@@ -95,73 +85,88 @@ class Connections:
             )
 
     def __len__(self) -> int:
+        """The number of open connections, without those that linger."""
         return len(self._open)
 
     @property
     def full(self) -> bool:
-        """Whether there are more of them than the limit, all of them busy."""
+        """Whether there are more connections than the limit; none of them waits for its client then."""
         return len(self._open) > self.most
 
     def waiting(self) -> list[OpenConnection]:
-        """The connections whose client has to send something, the one that has waited longest first."""
+        """The connections that wait for their client, the longest wait first."""
         return sorted((one for one in self._open if one.waits), key=lambda one: one.since)
 
     def admit(self, new: OpenConnection) -> None:
-        """Register a new connection; where there are too many, part with one that waits, or the new one."""
+        """Register a new connection. If there are too many, evict the one that has waited longest for its
+        client; if none waits and the reserve is used up, the new one."""
         self._open.add(new)
         if len(self._open) <= self.most:
             return
-        waiting = [one for one in self.waiting() if one is not new][:1]
-        if not waiting and len(self._open) > self.most + self.reserve:
-            waiting = [new]
-        for one in waiting:
-            one.part()
+        oldest = next((one for one in self.waiting() if one is not new), None)
+        if oldest is not None:
+            oldest.evict()
+        elif len(self._open) > self.most + self.reserve:
+            new.evict()
 
-    def parting(self, one: OpenConnection) -> None:
-        """Count a connection no longer, for it is being closed; of too many such, close the oldest now."""
-        self._open.discard(one)
-        self._parting[one] = None
-        if len(self._parting) > self.most_parting:
-            oldest = next(iter(self._parting))
+    def linger(self, connection: OpenConnection) -> None:
+        """Stop counting a connection that is being closed. If too many linger, close the oldest of them
+        now."""
+        self._open.discard(connection)
+        self._lingering[connection] = None
+        if len(self._lingering) > self.most_lingering:
+            oldest = next(iter(self._lingering))
             self.forget(oldest)
             oldest.transport.abort()
 
     def drop(self, count: int) -> int:
-        """Close connections at once, those that are parting and then those that wait longest.
+        """Close connections at once: those that linger, then those that have waited longest for their client.
 
-        :returns: how many were closed.
+        :returns: the number of closed connections.
         """
-        dropped = [*self._parting, *self.waiting()][:count]
-        for one in dropped:
-            one.refuse(crowded())
-            one.transport.abort()
-            self.forget(one)
+        dropped = [*self._lingering, *self.waiting()][:count]
+        for connection in dropped:
+            connection.refuse(too_many_connections())
+            connection.transport.abort()
+            self.forget(connection)
         return len(dropped)
 
-    def forget(self, one: OpenConnection) -> None:
-        """Remove a connection that was closed."""
-        self._open.discard(one)
-        self._parting.pop(one, None)
+    def forget(self, connection: OpenConnection) -> None:
+        """Remove a closed connection."""
+        self._open.discard(connection)
+        self._lingering.pop(connection, None)
 
     def abort(self) -> None:
-        """Close all connections at once, also those in the middle of a response."""
-        for one in (*self._open, *self._parting):
-            one.transport.abort()
+        """Close all connections at once, even in the middle of a response."""
+        for connection in (*self._open, *self._lingering):
+            connection.transport.abort()
 
     async def watch(self) -> None:
-        """Close connections beyond their time limits, again and again until cancelled."""
+        """Close connections beyond their time limits, until cancelled."""
         options = self.options
         shortest = min(options.header_timeout, options.body_timeout, options.send_timeout)
         while True:
             await asyncio.sleep(min(shortest / 4, 1.0))
-            for one in (*self._open, *self._parting):
-                self._check(one)
+            for connection in (*self._open, *self._lingering):
+                self._check(connection)
 
-    def _check(self, one: OpenConnection) -> None:
+    def _check(self, connection: OpenConnection) -> None:
         try:
-            one.check()
+            connection.check()
         except Exception as error:
-            # It reads uvicorn's private state. The time limits of all others must hold.
+            # Connections read private state of uvicorn. The time limits of the others must hold all the same.
             logger.error("a connection is closed, for its time limits cannot be checked: %r", error)
-            one.transport.abort()
-            self.forget(one)
+            connection.transport.abort()
+            self.forget(connection)
+
+
+def _free_descriptors() -> int | None:
+    """The number of files that this process may still open; None where there is no limit."""
+    try:
+        import resource
+
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        used = len(os.listdir("/dev/fd"))
+    except (ImportError, OSError):
+        return None
+    return None if most == resource.RLIM_INFINITY else max(most - used, 8)

@@ -35,10 +35,7 @@ class Admission:
             )
         if waiting + n > self.max_queue:
             seconds = min(max(math.ceil(waiting * self._seconds_each), 1), 60)
-            raise ApiError(
-                429,
-                "rate_limit_error",
-                "queue_full",
+            raise ApiError.queue_full(
                 f"{waiting} prompts are waiting for {self.name}, of {self.max_queue} at most; try again in "
                 f"{seconds} s",
                 retry_after=seconds,
