@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,22 +9,8 @@ from support import architecture_checks
 from support.tiny import TinyLlama, write_as_f32
 
 import llamatap as lt
-from llamatap._native import usable_cpus
 from llamatap.cache import atomic_path, cache_folder
 from llamatap.fetch import fetch
-
-
-def _own_cpus() -> None:
-    """Give each process of tests CPUs of its own: the engine's threads wait for one another busily."""
-    worker = os.environ.get("PYTEST_XDIST_WORKER")
-    if worker is None or not hasattr(os, "sched_setaffinity"):
-        return
-    number, count = int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    if share := sorted(usable_cpus())[number::count]:
-        os.sched_setaffinity(0, share)
-
-
-_own_cpus()
 
 
 @pytest.fixture(scope="session")

@@ -7,16 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from support.worker_cpus import CPUS
 
 import llamatap as lt
-from llamatap._native import _core, usable_cpus
+from llamatap._native import _core
 
 #: Options under which results do not depend on how work is cut: float32 throughout, one kind of kernel.
 EXACT: dict[str, Any] = {
     "type_k": "f32",
     "type_v": "f32",
     "flash_attn": False,
-    "n_threads": min(2, len(usable_cpus())),
+    "n_threads": min(2, len(CPUS)),
 }
 
 
