@@ -98,7 +98,7 @@ test: $(VENV)/.installed $(ARCHS)
 	touch $@
 
 test-peers: $(VENV)/.installed .venv-speculators/.installed .venv-specforge/.installed .venv-lm-eval/.installed
-	$(BIN)/python -m pytest tests/peers tests/python/test_peer_datasets.py
+	$(BIN)/python -m pytest tests/peers tests/python/dataset/test_trainers.py
 
 # The harness alone, which needs no PyTorch.
 test-lm-eval: $(VENV)/.installed .venv-lm-eval/.installed
@@ -112,7 +112,7 @@ test-lm-eval: $(VENV)/.installed .venv-lm-eval/.installed
 
 test-train: .venv-train/.installed
 	.venv-train/bin/python -m pip install --no-build-isolation .
-	.venv-train/bin/python -m pytest tests/python/test_train_*.py tests/python/test_connectors*.py tests/python/test_dataset_layouts.py tests/python/test_dataset_saved.py
+	.venv-train/bin/python -m pytest tests/python/train tests/python/connectors tests/python/dataset/test_layouts.py tests/python/dataset/test_saved.py
 
 # Workers of Ray, two of them on this machine.
 .venv-ray/.installed: | python
@@ -122,7 +122,7 @@ test-train: .venv-train/.installed
 
 test-ray: .venv-ray/.installed
 	.venv-ray/bin/python -m pip install --no-build-isolation .
-	.venv-ray/bin/python -m pytest tests/python/test_ray.py
+	.venv-ray/bin/python -m pytest tests/python/ray/test_dataset.py
 
 # A browser and its driver, as Debian packs them.
 .PHONY: browser

@@ -28,7 +28,7 @@ import numpy as np
 import llamatap as lt
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "python")]
+sys.path.insert(0, str(ROOT / "tests"))
 
 from common import machine, timed, write_results  # noqa: E402
 

@@ -28,7 +28,7 @@ from common import machine, timed, write_results
 import llamatap as lt
 from llamatap.fetch import fetch
 
-TESTS = Path(__file__).parents[1] / "tests" / "python"
+TESTS = Path(__file__).parents[1] / "tests"
 BUILD = Path(__file__).parents[1] / "build"
 QUANTIZE = BUILD / "fidelity" / "quantize"
 #: The engine's own program, linked with the engine of the package (bench/peer).
@@ -166,7 +166,7 @@ def peer_speed(
 
 
 def against_engine(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    from tiny import write_as_f32
+    from support.tiny import write_as_f32
 
     exact = write_as_f32(fetch("smollm2"), folder / "f32.gguf")
     target = quantized(exact, folder / "target-f16.gguf", F16)
@@ -213,7 +213,7 @@ def against_engine(arguments: argparse.Namespace, folder: Path) -> dict[str, Any
 def together(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Eight sequences in one context against one after the other, on a tiny model; and what the engine's
     passes alone would give: eight passes of one sequence's four rows against one of all 32."""
-    from tiny import TinyLlama
+    from support.tiny import TinyLlama
 
     tiny = TinyLlama(n_layer=5)
     target = tiny.write(folder / "tiny.gguf", tokenizer=False)
@@ -293,7 +293,7 @@ def main() -> None:
     for program in (QUANTIZE, PEER):
         if not program.exists():
             sys.exit(f"bench/speculation.py: there is no {program}; run `make bench-drafting`")
-    sys.path[:0] = [str(TESTS.parent), str(TESTS)]
+    sys.path.insert(0, str(TESTS))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         results = {

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import gguf
-from tiny import write_as_f32
+from support.tiny import write_as_f32
 
 from llamatap.fetch import fetch
 from llamatap.storage.atomic_writes import atomic_path

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 import llamatap as lt
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "python"), str(ROOT / "bench")]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "bench")]
 
 from common import machine  # noqa: E402
 

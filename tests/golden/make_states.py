@@ -1,4 +1,4 @@
-"""Write tests/data/states_golden.npz: transformers' ``hidden_states`` for tiny models of tests/python/tinies.
+"""Write tests/data/states_golden.npz: ``hidden_states`` of transformers for models of support/tiny_models.
 
     make golden
 
@@ -18,10 +18,9 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS / "python")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tinies import EPS, N_VOCAB, Tiny, decoders, mambas  # noqa: E402  found by the lines above
+from support.tiny_models import EPS, N_VOCAB, Tiny, decoders, mambas
 
 N_TOKENS = 24
 

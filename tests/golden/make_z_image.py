@@ -2,7 +2,7 @@
 
     make golden
 
-Its text encoder and tokenizer are those of the GGUF file of tests/python/tinies/z_image.py, read by
+Its text encoder and tokenizer are those of the GGUF file of tests/support/tiny_models/z_image.py, read by
 transformers; the chat template is Qwen3's own.
 """
 
@@ -19,10 +19,9 @@ import torch
 import transformers
 from diffusers import ZImagePipeline
 
-TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS / "python")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tinies.z_image import write_encoder  # noqa: E402  found by the lines above
+from support.tiny_models.z_image import write_encoder
 
 PROMPTS = [
     "a lighthouse at dusk",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,18 +17,16 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
-
-from conftest import EXACT
-from serving import Running, running, tiny_options
-from tiny import TinyLlama
+from support.numerics import EXACT
+from support.paths import ROOT
+from support.servers import Running, running, tiny_options
+from support.tiny import TinyLlama
 
 import llamatap as lt
 from llamatap.extraction.extractor import Extractor
 from llamatap.serve import ServerOptions
 
-SHOTS = Path(__file__).parents[2] / "build" / "page"
+SHOTS = ROOT / "build" / "page"
 HOSTILE = '<img src=x onerror="window.hit = 1"><script>window.hit = 1</script>'
 
 

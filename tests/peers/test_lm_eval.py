@@ -9,23 +9,19 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
-
-from generating import log_softmax
-from test_serve_load import FLAGS, served
+from support.generation import log_softmax
+from support.paths import ROOT
+from support.servers import FLAGS, served
 
 import llamatap as lt
 from llamatap.fetch import fetch
 
-ROOT = Path(__file__).parents[2]
 HARNESS = ROOT / ".venv-lm-eval" / "bin" / "python"
 
 QUESTIONS: list[tuple[str, list[str], int]] = [

@@ -7,23 +7,19 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
-
-from conftest import relative
-from test_serve_load import FLAGS, served
-from tiny import TinyLlama
-from verifier import write_verifier
+from support.numerics import relative
+from support.paths import ROOT
+from support.servers import FLAGS, served
+from support.speculators_verifier import write_verifier
+from support.tiny import TinyLlama
 
 from reference import decoder
 
-ROOT = Path(__file__).parents[2]
 TRAINER = ROOT / ".venv-speculators" / "bin" / "python"
 
 #: As vLLM counts: k is what enters block k. H_n is added as the last.

@@ -1,0 +1,14 @@
+"""A preset of one's own, as text."""
+
+from __future__ import annotations
+
+PRESET = """
+name = "mine"
+[prompt]
+template = "<{{ prompt }}>"
+max_length = 8
+[states]
+convention = "transformers"
+layers = LAYERS
+rows = "2:"
+"""

@@ -1,0 +1,62 @@
+"""Sequences with cells of their own (kv_unified=False), which the engine cuts into ubatches its own way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from support.numerics import relative
+
+import llamatap as lt
+
+Way = Literal["hooks", "callback", "automatic"]
+
+
+def captured(context: lt.Context, batch: lt.Batch, way: Way) -> NDArray[np.float32]:
+    """The inputs of all blocks, (rows, layers, width)."""
+    layers = list(range(context.model.n_layer))
+    array, _ = context.native.decode_tapped(context._layer_map, layers, "float32", False, batch, way)
+    return array
+
+
+def token_by_token(model: lt.Model, text: Sequence[int], way: Way, **options: object) -> NDArray[np.float32]:
+    """Each row of a pass of its own, with no other sequence there."""
+    with model.context(n_ctx=256, **options) as context:  # type: ignore[arg-type]
+        rows = [captured(context, lt.Batch.of([token], pos0=at), way) for at, token in enumerate(text)]
+    return np.concatenate(rows)
+
+
+def check_streams(
+    model: lt.Model,
+    texts: Sequence[Sequence[int]],
+    way: Way,
+    *,
+    in_turns: bool,
+    bound: float,
+    **options: object,
+) -> None:
+    """Of texts in one batch every row is the one that it is alone.
+
+    :param in_turns: a token of each, then the next one of each; else text after text.
+    """
+    alone = [token_by_token(model, text, way, **options) for text in texts]
+    entries = [(at, seq) for seq, text in enumerate(texts) for at in range(len(text))]
+    if in_turns:
+        entries.sort()
+    batch = lt.Batch()
+    for at, seq in entries:
+        batch.add(texts[seq][at], at, seq, at + 1 == len(texts[seq]))
+    n_ctx = 256 * len(texts)
+    with model.context(
+        n_ctx=n_ctx,
+        n_seq_max=len(texts),
+        n_ubatch=max(8, len(texts)),
+        kv_unified=False,
+        **options,  # type: ignore[arg-type]
+    ) as context:
+        found = captured(context, batch, way)
+    for row, (at, seq) in zip(found, entries, strict=True):
+        # The worst row: one in another's place would hardly show in all of them together.
+        assert relative(row, alone[seq][at]) < bound, f"token {at} of sequence {seq}"
