@@ -3,8 +3,8 @@
     python bench/last_state.py [MODEL] [--rounds N] [--tokens N] [--threads N]
 
 Each round generates the same text once in every way, in an order of its own; figures are medians of the ratio
-to generation without states in the same round. Writes JSON to bench/results/. docs/last-token.md tells the
-ways.
+to generation without states in the same round. Writes JSON to bench/results/. docs/generation.md
+describes the ways.
 """
 
 from __future__ import annotations
