@@ -1,17 +1,17 @@
-# make demo    shows what the project does, on a fresh machine
-# make test    runs the tests, on a fresh machine
-# make test-peers  tests with libraries that want environments of their own: speculators, SpecForge, lm-eval
-# make test-lm-eval  lm-eval alone, scoring a model through the server
-# make test-ray  data sets by workers of Ray (installs Ray)
+# make demo    sets up everything and shows what the project does
+# make test    sets up everything and runs the tests
+# make test-peers  tests with libraries in separate environments: speculators, SpecForge, lm-eval
+# make test-lm-eval  only lm-eval, which scores a model through the server
+# make test-ray  tests of data sets by workers of Ray (installs Ray)
 # make test-page  runs the tests of the server's page in a browser
 # make lint    ruff, mypy, clang-format, stubs
-# make bench   measures; prints ratios, writes bench/results/
+# make bench   prints ratios to a plain decode, writes bench/results/
 # make fidelity          every layer against transformers; writes docs/fidelity.md
 # make bench-drafting    speed against the engine's own drafting; writes bench/results/
-# make bench-server      the server beside extraction in a process; writes bench/results/
+# make bench-server      the server against extraction in a process; writes bench/results/
 # make bench-transformers  speed against transformers; writes bench/results/
 # make dev     an editable install that rebuilds on import
-# make package builds the sdist and, from it, the wheel; checks both in empty environments
+# make package builds the sdist and the wheel from it; checks both in empty environments
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -19,18 +19,18 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := $(shell find csrc cmake python/llamatap vendor -path vendor/llama.cpp -prune -o -type f ! -path '*/__pycache__/*' ! -name '.*' -print) CMakeLists.txt pyproject.toml
 
-# What pip is asked for: a version pinned here may be a smaller build, without CUDA.
+# The requirement that pip gets. Pin a version here for a smaller build, without CUDA.
 TORCH  ?= torch
 
 export LLAMATAP_CACHE ?= $(abspath $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamatap)
 
-# The compiler cache then serves every copy of the sources, wherever it lies.
+# With these the compiler cache serves every copy of the sources, wherever it is.
 export CCACHE_BASEDIR ?= /
 export CCACHE_NOHASHDIR ?= true
 
 .PHONY: demo test test-peers test-lm-eval test-ray test-page architectures lint format stubs bench bench-drafting bench-server dev package golden fidelity bench-transformers neighbours debug sanitize clean
 
-# Debian keeps venv and the headers in packages of their own.
+# On Debian, venv and the headers are separate packages.
 define HAVE_PYTHON
 import ensurepip, pathlib, sys, sysconfig
 sys.exit(sys.version_info < (3, 10) or not pathlib.Path(sysconfig.get_paths()["include"], "Python.h").exists())
@@ -47,7 +47,7 @@ python:
 	    exit 1; \
 	  fi; }
 
-# What builds and tests need, installed once for each state of pyproject.toml.
+# Tools for builds and tests, installed once for each state of pyproject.toml.
 $(VENV)/.tools: pyproject.toml | python
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet "pip>=25.1"
@@ -71,7 +71,7 @@ $(ARCHS): $(VENV)/.installed tests/archs/CMakeLists.txt tests/archs/load_backend
 	$(BIN)/cmake --build build/archs
 	touch $@
 
-# Files of tests go to as many processes as there are cores.
+# One process a core; each takes whole test files.
 test: $(VENV)/.installed $(ARCHS)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
@@ -79,19 +79,19 @@ test: $(VENV)/.installed $(ARCHS)
 .venv-speculators/.installed: | python
 	$(PYTHON) -m venv .venv-speculators
 	.venv-speculators/bin/python -m pip install --quiet $(TORCH) speculators==0.9.0
-	# The index's torchvision goes with the index's torch alone; texts do without.
+	# The index's torchvision fits only the index's torch; text models do not need it.
 	.venv-speculators/bin/python -c "import torchvision" 2>/dev/null || \
 	  .venv-speculators/bin/python -m pip uninstall --quiet --yes torchvision torchaudio
 	touch $@
 
-# What SpecForge reads its data with; the engines that it pins are for other things.
+# The part of SpecForge that reads data, without the engines that it pins.
 .venv-specforge/.installed: | python
 	$(PYTHON) -m venv .venv-specforge
 	.venv-specforge/bin/python -m pip install --quiet $(TORCH) numpy
 	.venv-specforge/bin/python -m pip install --quiet --no-deps specforge==0.2.0
 	touch $@
 
-# The harness that scores models, through their log-likelihoods from the server.
+# The harness that scores models by log-likelihoods from the server.
 .venv-lm-eval/.installed: | python
 	$(PYTHON) -m venv .venv-lm-eval
 	.venv-lm-eval/bin/python -m pip install --quiet "lm-eval[api]==0.4.13"
@@ -100,7 +100,7 @@ test: $(VENV)/.installed $(ARCHS)
 test-peers: $(VENV)/.installed .venv-speculators/.installed .venv-specforge/.installed .venv-lm-eval/.installed
 	$(BIN)/python -m pytest tests/peers tests/python/dataset/test_trainers.py
 
-# The harness alone, which needs no PyTorch.
+# The harness alone; it needs no PyTorch.
 test-lm-eval: $(VENV)/.installed .venv-lm-eval/.installed
 	$(BIN)/python -m pytest tests/peers/test_lm_eval.py
 
@@ -114,7 +114,7 @@ test-train: .venv-train/.installed
 	.venv-train/bin/python -m pip install --no-build-isolation .
 	.venv-train/bin/python -m pytest tests/python/train tests/python/connectors tests/python/dataset/test_layouts.py tests/python/dataset/test_saved.py
 
-# Workers of Ray, two of them on this machine.
+# Two workers of Ray on this machine.
 .venv-ray/.installed: | python
 	$(call TEST_VENV,.venv-ray)
 	.venv-ray/bin/python -m pip install --quiet "ray[data]==2.60.0" "pyarrow>=14"
@@ -124,7 +124,7 @@ test-ray: .venv-ray/.installed
 	.venv-ray/bin/python -m pip install --no-build-isolation .
 	.venv-ray/bin/python -m pytest tests/python/ray/test_dataset.py
 
-# A browser and its driver, as Debian packs them.
+# A browser and its driver, from Debian's packages.
 .PHONY: browser
 browser:
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \
@@ -160,7 +160,7 @@ stubs: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/python bench/capture.py
 
-# The engine's own program of speculative decoding, to measure ours beside.
+# The engine's own program for speculative decoding, to compare ours with.
 SPECULATIVE := build/peer/llama-speculative-simple
 $(SPECULATIVE): $(VENV)/.installed bench/peer/CMakeLists.txt tests/archs/load_backend.cpp
 	$(BIN)/python vendor/fetch.py --set peers
@@ -216,7 +216,7 @@ fidelity: $(QUANTIZE) .venv-golden/.installed
 bench-transformers: $(QUANTIZE) .venv-golden/.installed
 	$(BIN)/python bench/against_transformers.py --peer $(PEER)
 
-# Builds and peers of their own, in environments of their own: the usual one stays as it is.
+# Separate environments for other builds and peers; the usual one stays as it is.
 TEST_VENV = $(PYTHON) -m venv $(1) && $(1)/bin/python -m pip install --quiet "pip>=25.1" && \
 	$(1)/bin/python -m pip install --quiet --group build --group test
 
@@ -229,15 +229,15 @@ neighbours: | python
 	CMAKE_ARGS="$(CMAKE_ARGS) -DGGML_NATIVE=OFF" .venv-neighbours/bin/python -m pip install --no-cache-dir llama-cpp-python
 	.venv-neighbours/bin/python -m pytest tests/neighbours
 
-# Assertions on, and the arithmetic of a release: compiled otherwise, the engine rounds otherwise.
+# Assertions on, with the arithmetic of a release: other compiler options would change the engine's rounding.
 debug: $(ARCHS) | python
 	$(call TEST_VENV,.venv-debug)
 	.venv-debug/bin/python -m pip install --no-build-isolation ".[dataset,demo,server]" -C cmake.build-type=Debug \
 	  -C "cmake.define.CMAKE_C_FLAGS_DEBUG=-g -O3" -C "cmake.define.CMAKE_CXX_FLAGS_DEBUG=-g -O3"
 	.venv-debug/bin/python -m pytest
 
-# Python itself is not instrumented: the runtime is preloaded, and what CPython leaves at exit is not ours.
-# Left out are spoilt files: the engine reads enums of values that no enumerator has, and checks them afterwards.
+# Python itself is not instrumented: preload the runtime, and ignore what CPython leaks at exit.
+# Spoilt files are left out: the engine reads enums with values that no enumerator has, and checks them afterwards.
 sanitize: $(ARCHS) | python
 	$(call TEST_VENV,.venv-sanitize)
 	.venv-sanitize/bin/python -m pip install --no-build-isolation ".[dataset,demo,server]" \

@@ -1,4 +1,4 @@
-"""Tokens per second of all hidden states, beside transformers: by file type, on the CPU.
+"""Tokens per second for all hidden states, relative to transformers, by file type, on the CPU.
 
     make bench-transformers
     python bench/against_transformers.py --peer PYTHON [--model smollm2|gemma3] [--rounds N] [--tokens N]

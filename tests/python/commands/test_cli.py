@@ -165,6 +165,16 @@ def test_the_demo_draws(smollm2_path: Path, tmp_path: Path, capsys: pytest.Captu
     assert picture.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "(13, 31, 576)" in printed
+    assert "SmolLM2-135M-Instruct.Q4_1.gguf (llama 135M Q4_1)" in printed
+    assert "L2 norm of H_i" in printed
+
+
+def test_the_demo_draws_marks_of_mathtext(smollm2_path: Path, tmp_path: Path) -> None:
+    """Dollars and braces of a prompt are no formulas."""
+    for text in ("$", "$\\frac{$ costs $5"):
+        picture = tmp_path / "demo.png"
+        assert main(["demo", "--model", str(smollm2_path), "--text", text, "-o", str(picture)]) == 0
+        assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

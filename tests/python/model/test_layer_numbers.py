@@ -70,7 +70,7 @@ def test_what_the_golden_is_about() -> None:
 
 
 def test_versions_of_transformers_differ_in_one_class() -> None:
-    """README.md and docs/serving.md name it."""
+    """docs/extraction.md names it."""
     (older,) = set(NUMBERS) - {CURRENT}
     common = set(NUMBERS[older]) & set(CLASSES)
     assert len(common) > 50
