@@ -1,6 +1,6 @@
 """Tokens per second for all hidden states, relative to transformers, by file type, on the CPU.
 
-    make bench-transformers
+    nox -s bench-transformers
     python bench/against_transformers.py --peer PYTHON [--model smollm2|gemma3] [--rounds N] [--tokens N]
 
 Both compute H_0..H_n and no output head, with the same number of threads. transformers has the weights of

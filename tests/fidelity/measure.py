@@ -1,6 +1,6 @@
 """Measure llamatap against transformers, by layer and by file type, and write docs/fidelity.md.
 
-    make fidelity
+    nox -s fidelity
 
 Fails, and writes nothing, when a bound does not hold.
 """

@@ -1,6 +1,6 @@
 """Write tests/data/layer_numbers.json: what each entry of transformers' ``hidden_states`` is, by model class.
 
-    make golden
+    nox -s golden
 
 A small random model of each class is run with hooks on its blocks: what enters block i is H_i, what leaves
 the last one is H_n, and what a norm makes of H_n is norm(H_n). Each entry of ``hidden_states`` is then named

@@ -1,6 +1,6 @@
 """Write tests/data/smollm2_golden.npz: rows of SmolLM2's hidden states, as transformers computes them.
 
-    make golden
+    nox -s golden
 
 The weights are those of the GGUF file, dequantised to float32 by transformers itself. Its
 ``hidden_states[n]`` is norm(H_n); H_n is taken from a hook on the input of the final norm.

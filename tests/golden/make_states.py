@@ -1,6 +1,6 @@
 """Write tests/data/states_golden.npz: ``hidden_states`` of transformers for models of support/tiny_models.
 
-    make golden
+    nox -s golden
 
 Of architectures whose states transformers counts unlike Llama's, and of some where the converted files of
 others were seen to differ. The weights are those of the GGUF files, under transformers' names.

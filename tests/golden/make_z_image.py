@@ -1,6 +1,6 @@
 """Write tests/data/z_image_golden.npz: what diffusers' ZImagePipeline makes of prompts.
 
-    make golden
+    nox -s golden
 
 Its text encoder and tokenizer are those of the GGUF file of tests/support/tiny_models/z_image.py, read by
 transformers; the chat template is Qwen3's own.

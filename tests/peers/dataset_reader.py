@@ -1,5 +1,5 @@
 """Reads a data set of states as a trainer does, by the trainer's own code. Runs in its environment, without
-llamatap: `make test-peers`.
+llamatap: `nox -t peers`.
 
     python dataset_reader.py speculators|specforge FOLDER WIDTH N_LAYERS OUT.npz
 

@@ -1,6 +1,6 @@
 """lm-eval scores a model through `llamatap serve`: its log-likelihoods are those of the model itself.
 
-The harness has an environment of its own: `make test-peers` makes it, and runs these tests. The tasks and
+The harness has an environment of its own: `nox -t peers` makes it, and runs these tests. The tasks and
 their data are written here; nothing is fetched but the model.
 """
 
@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 from support.generation import log_softmax
-from support.paths import ROOT
+from support.paths import peer_python
 from support.servers import FLAGS, served
 
 import llamatap as lt
 from llamatap.fetch import fetch
 
-HARNESS = ROOT / ".venv-lm-eval" / "bin" / "python"
+HARNESS = peer_python("lm-eval")
 
 QUESTIONS: list[tuple[str, list[str], int]] = [
     ("The capital of France is", ["London", "Paris", "Rome", "a kind of cheese"], 1),

@@ -1,6 +1,6 @@
 """`llamatap serve` as the verifier of the speculators library, whose own code asks, reads and trains.
 
-The library has an environment of its own: `make test-peers` makes it, and runs these tests.
+The library has an environment of its own: `nox -t peers` makes it, and runs these tests.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.numerics import relative
-from support.paths import ROOT
+from support.paths import ROOT, peer_python
 from support.servers import FLAGS, served
 from support.speculators_verifier import write_verifier
 from support.tiny import TinyLlama
 
 from reference import decoder
 
-TRAINER = ROOT / ".venv-speculators" / "bin" / "python"
+TRAINER = peer_python("speculators")
 
 #: As vLLM counts: k is what enters block k. H_n is added as the last.
 LAYERS = (1, 2, 3)

@@ -1,5 +1,5 @@
 """What a trainer of drafters does with a verifier, by the speculators library's own code. Runs in its
-environment, without llamatap: `make test-peers`.
+environment, without llamatap: `nox -t peers`.
 
     python trainer.py states|train URL FOLDER
 

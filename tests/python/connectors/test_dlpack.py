@@ -85,7 +85,7 @@ def test_numpy_takes_it(dtype: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_pytorch_takes_it(dtype: str, tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="needs PyTorch; `make test-train` installs it")
+    pytest.importorskip("torch", reason="needs PyTorch; `nox -s train` installs it")
     torch = importlib.import_module("torch")
     array = read(tmp_path, dtype)
     for given in (DLPackArray(array), DLPackArray(array).__dlpack__()):

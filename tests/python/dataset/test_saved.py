@@ -1,4 +1,4 @@
-"""Folders that the real `datasets` library saved; it is where `make test-train` installs it."""
+"""Folders that the real `datasets` library saved; it is where `nox -s train` installs it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Data sets as their trainers read them, by the trainers' own code.
 
-The trainers have environments of their own: `make test-peers` makes them, and runs these tests.
+The trainers have environments of their own: `nox -s speculators specforge` makes them, and runs
+these tests.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from support.datasets import random_rows, write_lines
 from support.numerics import relative
-from support.paths import ROOT
+from support.paths import ROOT, peer_python
 from support.tiny import TinyLlama
 
 from reference import decoder
@@ -28,13 +29,6 @@ sys.exit(main(["dataset", *sys.argv[2:], "--quiet"]))
 """
 
 
-def python_of(name: str) -> Path:
-    path = ROOT / f".venv-{name}" / "bin" / "python"
-    if not path.exists():
-        pytest.skip(f"needs {name}; `make test-peers` installs it")
-    return path
-
-
 def run(command: list[str | Path]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -45,7 +39,9 @@ def run(command: list[str | Path]) -> None:
 def test_a_trainer_reads_it(
     name: str, dtype: str, tolerance: float, tiny: TinyLlama, tiny_path: Path, tmp_path: Path
 ) -> None:
-    python = python_of(name)
+    python = peer_python(name)
+    if not python.exists():
+        pytest.skip(f"needs {name}; `nox -s {name}` installs it")
     packages = next(python.parent.parent.glob("lib/python*/site-packages"))
     rows: list[dict[str, Any]] = random_rows(31, 25, longest=200)
     path = write_lines(tmp_path / "in.jsonl", [{"text": ""}, *rows])

@@ -1,4 +1,4 @@
-"""Data sets by two workers of Ray on this machine; `make test-ray` installs it."""
+"""Data sets by two workers of Ray on this machine; `nox -s ray` installs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Co-training's data with PyTorch, and the shifts beside speculators' own code: `make test-train`."""
+"""Co-training's data with PyTorch, and the shifts beside speculators' own code: `nox -s train`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llamatap.connectors import SharedMemoryConnector
 from llamatap.states import DTYPES
 from llamatap.train import DataBuffer, TrainOptions, training_batch
 
-torch = pytest.importorskip("torch", reason="needs PyTorch; `make test-train` installs it")
+torch = pytest.importorskip("torch", reason="needs PyTorch; `nox -s train` installs it")
 
 from llamatap.train.pytorch import BufferDataset, collate, eagle_loss  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""The trainer of speculators on what is generated, by its own command: `make test-train`."""
+"""The trainer of speculators on what is generated, by its own command: `nox -s train`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ import llamatap as lt
 from llamatap.connectors import Collector, Connector, FileConnector, SharedMemoryConnector
 from reference import decoder
 
-pytest.importorskip("torch", reason="needs PyTorch; `make test-train` installs it")
-pytest.importorskip("speculators", reason="needs speculators; `make test-train` installs it")
+pytest.importorskip("torch", reason="needs PyTorch; `nox -s train` installs it")
+pytest.importorskip("speculators", reason="needs speculators; `nox -s train` installs it")
 
 #: As vLLM counts: k is what enters block k. H_n is added as the last.
 LAYERS = (1, 2, 3)
