@@ -1,7 +1,7 @@
 """Tests and programs that want environments or builds of their own: ``nox --list``, ``nox -s debug``.
 
-An environment lies in ``.nox/NAME`` and is kept; ``nox -R`` skips its installs. ``TORCH=...`` is the requirement
-for PyTorch that pip gets: a version pinned there may be a smaller build, without CUDA.
+An environment lies in ``.nox/NAME`` and is kept; ``nox -R`` skips its installs. ``TORCH=...`` is
+the requirement for PyTorch that pip gets: a version pinned there may be a smaller build, without CUDA.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ def sanitize(session: nox.Session) -> None:
         subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip()
         for name in ("libasan.so", "libstdc++.so")
     ]
-    # Python itself is not instrumented: preload the runtime, and ignore what CPython leaks at exit. Spoilt files
-    # are left out: the engine reads enums with values that no enumerator has, and checks them afterwards.
+    # Python itself is not instrumented: preload the runtime, and ignore what CPython leaks at exit. Spoilt
+    # files are left out: the engine reads enums with values that no enumerator has, and checks them afterwards.
     session.run(
         *("python", "-m", "pytest", "-p", "no:cacheprovider", "--capture=sys", "-k", "not spoilt_files"),
         *PARALLEL,
