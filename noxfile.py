@@ -147,7 +147,7 @@ def bench_transformers(session: nox.Session) -> None:
 @nox.session
 def debug(session: nox.Session) -> None:
     """The tests against a Debug build, assertions on."""
-    # With the arithmetic of a release: other compiler options would change the engine's rounding.
+    # With a release's arithmetic: other compiler options would change the engine's rounding.
     make(session, "build/archs/test-llama-archs")
     flags = [f"cmake.define.CMAKE_{language}_FLAGS_DEBUG=-g -O3" for language in ("C", "CXX")]
     options = ["-C", "cmake.build-type=Debug", *(word for flag in flags for word in ("-C", flag))]
@@ -166,8 +166,8 @@ def sanitize(session: nox.Session) -> None:
         subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip()
         for name in ("libasan.so", "libstdc++.so")
     ]
-    # Python itself is not instrumented: preload the runtime, and ignore what CPython leaks at exit. Spoilt
-    # files are left out: the engine reads enums with values that no enumerator has, and checks them afterwards.
+    # Python itself is not instrumented: preload the runtime, ignore what CPython leaks at exit.
+    # Spoilt files are left out: the engine reads enums of values without an enumerator, and checks them later.
     session.run(
         *("python", "-m", "pytest", "-p", "no:cacheprovider", "--capture=sys", "-k", "not spoilt_files"),
         *PARALLEL,
