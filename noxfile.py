@@ -167,7 +167,7 @@ def sanitize(session: nox.Session) -> None:
         for name in ("libasan.so", "libstdc++.so")
     ]
     # Python itself is not instrumented: preload the runtime, ignore what CPython leaks at exit.
-    # Spoilt files are left out: the engine reads enums of values without an enumerator, and checks them later.
+    # Spoilt files are left out: the engine reads enums of values without an enumerator and checks later.
     session.run(
         *("python", "-m", "pytest", "-p", "no:cacheprovider", "--capture=sys", "-k", "not spoilt_files"),
         *PARALLEL,
