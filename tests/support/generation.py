@@ -140,20 +140,20 @@ class Guessing(Noting):
         return tokens
 
 
-#: What a `World` goes on from.
+#: What a `CheckedContext` goes on from.
 PROMPT = [5, 6, 7, 8, 9]
 
 
 @dataclass
-class World:
-    """A context in which something goes wrong, and what comes after `PROMPT` when nothing is."""
+class CheckedContext:
+    """A context in which something goes wrong, and the tokens that follow `PROMPT` when nothing does."""
 
     model: lt.Model
     context: lt.Context
     expected: list[int]
 
     def check(self) -> None:
-        """Nothing is left behind, and with drafts and states the tokens are what they should be."""
+        """Check that nothing is left in it, and that it still generates the same, with drafts and states."""
         assert is_empty(self.context)
         assert self.context.tapped is None
         drafter = Guessing(self.model.n_vocab, [[*PROMPT, *self.expected]])
@@ -165,9 +165,9 @@ class World:
 
 
 @contextmanager
-def small_world(path: Path) -> Iterator[World]:
+def checked_context(path: Path) -> Iterator[CheckedContext]:
     with lt.Model(path) as model, model.context(n_ctx=512, n_seq_max=2, **EXACT) as context:
-        yield World(model, context, by_hand(model, PROMPT, 12))
+        yield CheckedContext(model, context, by_hand(model, PROMPT, 12))
 
 
 def scripted(tokens: Sequence[int]) -> TinyLlama:

@@ -19,7 +19,7 @@ from support.datasets import random_rows
 from support.numerics import EXACT, PEAK_MEMORY, random_tokens
 from support.quantisation import quantise
 from support.servers import running, tiny_options
-from support.speculative_contexts import eagle3_world
+from support.speculative_contexts import eagle3_spec
 from support.tiny import TinyLlama
 from support.tiny_models.encoders import bert
 from support.tiny_models.registry import FILES
@@ -219,8 +219,8 @@ def test_a_file_that_has_gone_is_not_needed(tiny: TinyLlama, tmp_path: Path, lim
 
 
 def test_contexts_that_draft(tmp_path: Path, limit: Limit) -> None:
-    with eagle3_world(tmp_path) as world:
-        target, draft = world.spec.target, world.spec.model
+    with eagle3_spec(tmp_path) as tested:
+        target, draft = tested.spec.target, tested.spec.model
         limit(64 * MIB)
         with pytest.raises(lt.OutOfMemoryError) as caught:
             lt.SpeculativeContext(target, draft, n_ctx=2**20)

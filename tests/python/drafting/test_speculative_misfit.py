@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support.drafting import EXACT, rewritten
-from support.speculative_contexts import OF_PAIRS, WORLDS, World, eagle3_world
+from support.speculative_contexts import OF_PAIRS, SPECS, SpecUnderTest, eagle3_spec
 from support.tiny import TinyLlama, TinyQwen35
 from support.tiny_models import drafters, encoders, rigged
 
@@ -416,10 +416,10 @@ def rows(*shape: int, dtype: Any = np.float32, fill: float = 1.0) -> Any:
 
 def decode(
     tokens: Any = (5, 6), states: Any = "right", positions: Any = (2, 3), *args: Any, **options: Any
-) -> Callable[[World], Any]:
-    def call(world: World) -> Any:
-        given = rows(len(tokens), world.spec.n_state) if isinstance(states, str) else states
-        return world.spec.decode(tokens, given, positions, *args, **options)
+) -> Callable[[SpecUnderTest], Any]:
+    def call(tested: SpecUnderTest) -> Any:
+        given = rows(len(tokens), tested.spec.n_state) if isinstance(states, str) else states
+        return tested.spec.decode(tokens, given, positions, *args, **options)
 
     return call
 
@@ -427,7 +427,7 @@ def decode(
 NAN, INF = float("nan"), float("inf")
 
 #: Of a context with two pairs in sequence 0.
-INVALID: dict[str, Callable[[World], Any]] = {
+INVALID: dict[str, Callable[[SpecUnderTest], Any]] = {
     "encode: another width": lambda w: w.spec.encode(rows(3, 65)),
     "encode: float64": lambda w: w.spec.encode(rows(3, w.spec.n_features, dtype=np.float64)),
     "encode: float16": lambda w: w.spec.encode(rows(3, w.spec.n_features, dtype=np.float16)),
@@ -482,29 +482,29 @@ INVALID: dict[str, Callable[[World], Any]] = {
 
 
 @pytest.fixture(scope="module", params=OF_PAIRS)
-def drafting_world(
+def tested(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[World]:
-    folder = tmp_path_factory.mktemp("worlds")
+) -> Iterator[SpecUnderTest]:
+    folder = tmp_path_factory.mktemp("all_tested")
     make = (
-        (lambda: eagle3_world(folder)) if request.param == "eagle3" else lambda: WORLDS[request.param](folder)
+        (lambda: eagle3_spec(folder)) if request.param == "eagle3" else lambda: SPECS[request.param](folder)
     )
-    with make() as world:
-        yield world
+    with make() as tested:
+        yield tested
 
 
 @pytest.mark.parametrize("name", INVALID)
-def test_wrong_arguments_raise_and_change_nothing(drafting_world: World, name: str) -> None:
-    spec = drafting_world.spec
+def test_wrong_arguments_raise_and_change_nothing(tested: SpecUnderTest, name: str) -> None:
+    spec = tested.spec
     spec.memory.clear()
     spec.decode([5, 6], rows(2, spec.n_state), [0, 1])
     with pytest.raises(lt.InvalidInputError) as caught:
-        INVALID[name](drafting_world)
+        INVALID[name](tested)
     assert str(caught.value)
     assert [spec.memory.last(seq) for seq in range(4)] == [1, -1, -1, -1]
     found = spec.decode([7], rows(1, spec.n_state), [2], logits=True)
-    expected = drafting_world.formula([5, 6, 7], rows(3, spec.n_state), range(3), 0)
-    drafting_world.check(found, expected[0][2:], expected[1][2:])
+    expected = tested.formula([5, 6, 7], rows(3, spec.n_state), range(3), 0)
+    tested.check(found, expected[0][2:], expected[1][2:])
 
 
 def test_d2t_as_it_is_written(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_batch_costs_no_more_when_the_text_is_long() -> None:
     assert drafter._texts[0]._room is array
 
 
-def rigged_world(folder: Path) -> Path:
+def written_model(folder: Path) -> Path:
     return rigged.write_rigged_model(folder / "target.gguf", rigged.cycle())
 
 
@@ -102,7 +102,7 @@ def test_the_example_of_the_docs_drafts(tmp_path: Path) -> None:
     code = DOCS.read_text().split("```python\n")[1].split("```")[0]
     names: dict[str, Any] = {"lt": lt, "np": np}
     exec(code, names)
-    with lt.Model(rigged_world(tmp_path)) as model, model.context(n_ctx=512, **EXACT) as context:
+    with lt.Model(written_model(tmp_path)) as model, model.context(n_ctx=512, **EXACT) as context:
         plain = next(lt.generate(context, PROMPT, max_tokens=200, ignore_eos=True))
         found = next(lt.generate(context, PROMPT, names["Again"](), max_tokens=200, ignore_eos=True))
         assert found.tokens.tolist() == plain.tokens.tolist()
@@ -136,7 +136,7 @@ class PromptLookup(LlamaDraftModel):
 
 
 def test_a_draft_model_of_llama_cpp_python_is_a_drafter(tmp_path: Path) -> None:
-    with lt.Model(rigged_world(tmp_path)) as model, model.context(n_ctx=512, **EXACT) as context:
+    with lt.Model(written_model(tmp_path)) as model, model.context(n_ctx=512, **EXACT) as context:
         plain = next(lt.generate(context, PROMPT, max_tokens=200, ignore_eos=True))
         for drafter in (PromptLookup(), lt.CallableDrafter(PromptLookup(3, 6), n_max=4), [PromptLookup()]):
             found = next(lt.generate(context, PROMPT, drafter, max_tokens=200, ignore_eos=True))

@@ -128,7 +128,7 @@ N_SEQS = 4
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
-def world(
+def tiny_and_model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[TinyLlama, lt.Model]]:
     tiny = MODELS[request.param]()
@@ -262,10 +262,10 @@ class Walk:
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_memory_is_what_a_plain_cache_is(
-    world: tuple[TinyLlama, lt.Model], unified: bool, seed: int
+    tiny_and_model: tuple[TinyLlama, lt.Model], unified: bool, seed: int
 ) -> None:
     """First and last positions, what can be removed, copied and moved, and the logits of what comes next."""
-    tiny, model = world
+    tiny, model = tiny_and_model
     # Room for all in each stream.
     n_ctx = 256 if unified else 256 * N_SEQS
     with model.context(n_ctx=n_ctx, n_seq_max=N_SEQS, kv_unified=unified, **EXACT) as context:

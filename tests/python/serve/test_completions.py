@@ -38,18 +38,6 @@ SAMPLING: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server(tiny_path: Path) -> Iterator[Running]:
-    with running([tiny_options(tiny_path, context=EXACT)]) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[Client]:
-    with client_of(server) as found:
-        yield found
-
-
 #: Bytes that are all different, as a script needs them.
 SCRIPT = "aé€😀z|end"
 

@@ -12,27 +12,13 @@ import pytest
 from support.generation import EXACT
 from support.openai_clients import Client, client_of, slow_down, wait_until_free
 from support.servers import Running, running, tiny_options
-from support.tiny import TinyLlama
 
 from llamatap.serve import ServerOptions
 
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-
 
 @pytest.fixture(scope="module")
-def path(tiny: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write(tmp_path_factory.mktemp("refusals") / "tiny.gguf", chat_template=TEMPLATE)
-
-
-@pytest.fixture(scope="module")
-def server(path: Path) -> Iterator[Running]:
-    with running([tiny_options(path, context=EXACT, n_ctx=256)]) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[Client]:
-    with client_of(server) as found:
+def server(tiny_chat_path: Path) -> Iterator[Running]:
+    with running([tiny_options(tiny_chat_path, context=EXACT, n_ctx=256)]) as found:
         yield found
 
 
@@ -223,9 +209,9 @@ def test_a_text_ends_with_the_context(client: Client) -> None:
     assert answer.usage.total_tokens in (256, 257)
 
 
-def test_too_much_for_one_request(path: Path) -> None:
+def test_too_much_for_one_request(tiny_chat_path: Path) -> None:
     limits = ServerOptions(max_inputs=3, max_response_bytes=64 * 4 * 20, max_queue=5)
-    with running([tiny_options(path)], limits) as server, client_of(server) as client:
+    with running([tiny_options(tiny_chat_path)], limits) as server, client_of(server) as client:
         assert len(complete(client, prompt=["a"] * 3).choices) == 3
         with pytest.raises(openai.BadRequestError, match="4 texts; this server gives 3"):
             complete(client, prompt=["a", "b"], n=2)
@@ -237,8 +223,8 @@ def test_too_much_for_one_request(path: Path) -> None:
         complete(client, prompt=[5] * 100, extra_body={"return_hidden_states": "last"})
 
 
-def test_keys(path: Path) -> None:
-    with running([tiny_options(path)], ServerOptions(api_key="sesame")) as server:
+def test_keys(tiny_chat_path: Path) -> None:
+    with running([tiny_options(tiny_chat_path)], ServerOptions(api_key="sesame")) as server:
         with client_of(server, "sesame") as client:
             assert complete(client).usage.completion_tokens == 2
             assert [one.id for one in client.models.list()] == ["tiny"]
@@ -250,9 +236,12 @@ def test_keys(path: Path) -> None:
                     assert raised.value.code == "invalid_api_key"
 
 
-def test_a_full_queue(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue(tiny_chat_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_down(monkeypatch, 0.02)
-    with running([tiny_options(path)], ServerOptions(max_queue=2)) as server, client_of(server) as client:
+    with (
+        running([tiny_options(tiny_chat_path)], ServerOptions(max_queue=2)) as server,
+        client_of(server) as client,
+    ):
         stream = complete(client, prompt="a", n=2, max_tokens=200, stream=True)
         next(stream)
         for endpoint in (complete, chat):

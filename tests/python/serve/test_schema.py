@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +12,11 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 from support.servers import Running, running, tiny_options
-from support.tiny import TinyLlama
 
 
 @pytest.fixture(scope="module")
-def server(tiny: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    path = tmp_path_factory.mktemp("chat") / "tiny.gguf"
-    tiny.write(path, chat_template="{% for message in messages %}{{ message.content }}{% endfor %}")
-    with running([tiny_options(path)]) as found:
+def server(tiny_chat_path: Path) -> Iterator[Running]:
+    with running([tiny_options(tiny_chat_path)]) as found:
         yield found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,24 +21,11 @@ from llamatap.serve.echo import offsets_in, text_of
 
 #: Without blanks, of which the tiny tokenizer makes other characters.
 PROMPT = "aé€😀z,upon-a-time"
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
-def path(tiny: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write(tmp_path_factory.mktemp("scoring") / "tiny.gguf", chat_template=TEMPLATE)
-
-
-@pytest.fixture(scope="module")
-def server(path: Path) -> Iterator[Running]:
-    with running([tiny_options(path, context=EXACT)]) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[Client]:
-    with client_of(server) as found:
-        yield found
+def served_path(tiny_chat_path: Path) -> Path:
+    return tiny_chat_path
 
 
 def create(client: Client, prompt: Any = PROMPT, **options: Any) -> Any:
@@ -261,10 +248,10 @@ def test_a_prompt_that_fills_the_context(client: Client, tiny_model: lt.Model, s
         create(client, [5] * (most + 1), max_tokens=0, echo=True)
 
 
-def test_memory_for_log_probabilities_is_bounded(path: Path) -> None:
+def test_memory_for_log_probabilities_is_bounded(tiny_chat_path: Path) -> None:
     """They count as states do: what could never fit is refused before anything is computed."""
     limits = ServerOptions(max_pending_bytes=400 * 21 * 100)
-    with running([tiny_options(path)], limits) as server, client_of(server) as client:
+    with running([tiny_options(tiny_chat_path)], limits) as server, client_of(server) as client:
         assert len(create(client, [5] * 100, max_tokens=0, echo=True, logprobs=20).choices) == 1
         with pytest.raises(openai.APIStatusError, match="log-probabilities") as raised:
             create(client, [5] * 101, max_tokens=0, echo=True, logprobs=20)
@@ -273,7 +260,9 @@ def test_memory_for_log_probabilities_is_bounded(path: Path) -> None:
         assert server.state.budget.free == server.state.budget.total
 
 
-def test_drafters_change_nothing(path: Path, tiny: TinyLlama, tiny_model: lt.Model, tmp_path: Path) -> None:
+def test_drafters_change_nothing(
+    tiny_chat_path: Path, tiny: TinyLlama, tiny_model: lt.Model, tmp_path: Path
+) -> None:
     bias = {"100": 2.0, "7": -100.0}
     options: dict[str, Any] = {"max_tokens": 20, "echo": True, "logprobs": 2, "logit_bias": bias}
     expected = alone(
@@ -281,7 +270,7 @@ def test_drafters_change_nothing(path: Path, tiny: TinyLlama, tiny_model: lt.Mod
     )[0]
     for drafter in ("ngram", str(nearly(tiny, tmp_path / "near.gguf", noise=0.02))):
         with (
-            running([tiny_options(path, context=EXACT, drafter=drafter, n_max=3)]) as server,
+            running([tiny_options(tiny_chat_path, context=EXACT, drafter=drafter, n_max=3)]) as server,
             client_of(server) as client,
         ):
             (choice,) = create(client, "abcabcabc", **options).choices

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,17 +33,6 @@ from llamatap.states import write_tensors
 
 BODY = {"model": "tiny", "prompt": TOKENS, "return_token_ids": True, "max_tokens": 1}
 NAME = f"hs-{'0123456789abcdef' * 2}.safetensors"
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "states"
-
-
-@pytest.fixture
-def server(tiny_path: Path, folder: Path) -> Iterator[Running]:
-    with running([tiny_options(tiny_path)], serving(folder)) as found:
-        yield found
 
 
 def files(folder: Path, **more: Any) -> VerifierFiles:
