@@ -67,7 +67,7 @@ class Transformers:
         return self._saved({"tokens": list(tokens), "rounded": rounded}, None)
 
     def blocks(self, tokens: Sequence[int], entering: NDArray[np.float32]) -> NDArray[np.float32]:
-        """What each block, alone, makes of its input, with the same rounding: (n_tokens, H_1.., n_embd).
+        """Output of each block run alone on its own input, with the same rounding: (n_tokens, H_1.., n_embd).
 
         :param entering: (n_tokens, H_0..H_n and anything, n_embd), float32.
         """

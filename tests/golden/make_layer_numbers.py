@@ -168,7 +168,7 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3_5ForCausalLM": ("qwen35", {"layer_types": HYBRID}),
     "Qwen3_5MoeForCausalLM": ("qwen35moe", {"layer_types": HYBRID}),
     "RobertaModel": ("bert", {}),
-    # Of the fourth generation, which the engine does not know; 6 and 7 are not in transformers.
+    # RWKV's fourth generation, unknown to the engine; 6 and 7 are not in transformers.
     "RwkvForCausalLM": ("rwkv", {}),
     "SeedOssForCausalLM": ("seed_oss", {}),
     "SmolLM3ForCausalLM": ("smollm3", {}),

@@ -33,7 +33,7 @@ def tiny() -> TinyLlama:
 
 @pytest.fixture
 def work(tiny: TinyLlama, tmp_path: Path) -> Path:
-    """What a trainer has: rows of tokens, and the verifier as transformers has it."""
+    """A trainer's folder: rows of tokens, and the verifier as transformers has it."""
     rng = np.random.default_rng(3)
     rows = [rng.integers(3, tiny.n_vocab, length).tolist() for length in rng.integers(3, 120, 32).tolist()]
     work = tmp_path / "work"

@@ -1,5 +1,6 @@
-"""What a trainer of drafters does with a verifier, by the speculators library's own code. Runs in its
-environment, without llamatap: `make test-peers`.
+"""A trainer of drafters with a verifier, by the speculators library's own code.
+
+Runs in that library's environment, without llamatap: `make test-peers`.
 
     python trainer.py states|train URL FOLDER
 
@@ -33,7 +34,7 @@ from speculators.train.optimizers import build_optimizers
 from speculators.train.trainer import TrainerConfig
 from torch.utils.data import DataLoader
 
-#: As in FOLDER/verifier and as the server was told.
+#: The same as in FOLDER/verifier and on the server's command line.
 LAYERS = [1, 2, 3]
 WIDTH = 64
 N_VOCAB = 259
@@ -141,7 +142,7 @@ def train(url: str, folder: Path) -> None:
         transfer=FileTransfer(folder / "none"),
         vllm_endpoint=url,
         on_missing="generate",
-        # As its trainer: the server must call the model by the verifier's name.
+        # Its trainer asks for the model by the verifier's name.
         model=verifier,
     )
     collate = CollateFn(1024, WIDTH, len(LAYERS), dtype=torch.float32, preprocess=shift_batch)

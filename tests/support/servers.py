@@ -1,4 +1,4 @@
-"""A real server in a thread, for the tests of what it serves."""
+"""Real servers, in a thread or in a process of their own."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Running:
 
     @property
     def worker(self) -> ModelWorker:
-        """The first model's."""
+        """The worker of the first model."""
         return next(iter(self.state.workers.values()))
 
     def post(self, path: str, status: int = 200, **body: Any) -> Any:
@@ -118,7 +118,7 @@ class ServerProcess:
 
     @property
     def said(self) -> str:
-        """What it has written to stderr; of one that has ended all of it."""
+        """The stderr so far; all of it once the process has ended."""
         return "".join(self.lines)
 
 
@@ -136,7 +136,7 @@ def server_process(*arguments: str | Path) -> Iterator[ServerProcess]:
                 break
         else:
             pytest.fail("".join(lines))
-        # Nobody waits for the rest: the pipe must not fill.
+        # Keep reading, so that the pipe never fills.
         with ThreadPoolExecutor(1) as reader:
             reading = reader.submit(lines.extend, process.stderr)
             try:
@@ -166,7 +166,7 @@ def metric(url: str, line: str) -> float:
 
 
 class Gate:
-    """Extraction that waits until it is let through."""
+    """Makes extraction wait until the test opens the gate."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()

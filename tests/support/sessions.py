@@ -1,4 +1,4 @@
-"""What tests of sessions share: prompts with options of their own, and what becomes of each alone."""
+"""Helpers of the session tests: prompts with options of their own, and each one's result alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Workload:
     alone: list[lt.Generation]
 
 
-#: Of each prompt its own; states, stops and what is drawn in any company.
+#: Options of each prompt: states, stops and sampling in any combination.
 OPTIONS: list[dict[str, Any]] = [
     {"max_tokens": 30},
     {"max_tokens": 25, "seed": 5, **SAMPLING["drawn"]},
@@ -92,7 +92,7 @@ def drafter_of(kind: str, workload: Workload, context: lt.Context) -> Any:
 
 
 def check(workload: Workload, at: int, found: lt.Generation) -> None:
-    """It is the one of a generation for itself; states are those of its whole text extracted afterwards."""
+    """Check a generation against the prompt's result alone, and its states against extraction."""
     options, alone = workload.options[at], workload.alone[at]
     assert found.prompt.tolist() == workload.prompts[at]
     assert found.tokens.tolist() == alone.tokens.tolist()
@@ -121,7 +121,7 @@ def check(workload: Workload, at: int, found: lt.Generation) -> None:
 
 
 def finals(session: lt.Session) -> dict[int, lt.Generation]:
-    """What becomes of all that wait and go on."""
+    """Run a session to its end; the final generations by index."""
     found = {}
     while session.pending:
         for event in session.step():

@@ -1,4 +1,4 @@
-"""Draft contexts of random weights beside their targets, and what the formulas say of them."""
+"""Draft contexts with random weights beside their targets, and their oracles."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ QWEN35: dict[str, dict[str, Any]] = {
 
 @dataclass
 class SpecUnderTest:
-    """A draft context, and what the formulas say of it."""
+    """A draft context and its oracle."""
 
     spec: lt.SpeculativeContext
     formula: Formula
@@ -74,7 +74,7 @@ class SpecUnderTest:
 
     @property
     def allowed(self) -> NDArray[np.intp]:
-        """The tokens that it can give."""
+        """The tokens that its head covers."""
         if self.eagle3 is None or self.eagle3.d2t is None:
             return np.arange(drafters.N_VOCAB)
         return self.eagle3.d2t
@@ -83,13 +83,13 @@ class SpecUnderTest:
         return rng.standard_normal((n, self.spec.n_state)).astype(np.float32)
 
     def given(self, states: NDArray[np.float32]) -> NDArray[np.float32] | None:
-        """The states as decode takes them: none where they have no width."""
+        """The states as `decode` takes them: None where their width is 0."""
         return states if self.spec.n_state else None
 
     def check(
         self, found: lt.DraftOutput, logits: NDArray[np.float64], after: NDArray[np.float64] | None
     ) -> None:
-        """The output is that of these rows of logits and next states."""
+        """Check that the output has these logits and next states."""
         assert found.logits is not None
         assert found.logits.shape == logits.shape
         others = np.setdiff1d(np.arange(logits.shape[1]), self.allowed)
@@ -187,6 +187,6 @@ SPECS: dict[str, Callable[..., Any]] = {
     "mtp block of qwen35": lambda folder, **options: qwen35_spec(folder, whole=False, **options),
     "model": model_spec,
 }
-#: Those whose tokens come with states, at positions without a gap. (Where positions have several axes, as in
+#: Kinds whose tokens come with states, at positions without a gap. (Where positions have several axes, as in
 #: qwen35, a picture may lie between two tokens.)
 OF_PAIRS = ("eagle3", "mtp", "mtp block")

@@ -18,7 +18,7 @@ import llamatap as lt
 from llamatap.dataset.samples import Preparation, prepare
 
 FOLDER = ENGINE_MODELS / "templates"
-#: Templates that take much of what comes.
+#: Templates that accept many kinds of messages.
 OWN = {
     "plain": "{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}",
     "strings in lists": (
@@ -153,7 +153,7 @@ def test_templates_and_data_sets(model: lt.Model, name: str) -> None:
     how = Preparation(4096, template=TEMPLATES[name])
     found = prepare(model, rows, how, lambda row, error: skipped.append(row))
     assert len(found.samples) + len(skipped) == len(rows)
-    # Neither are all refused.
+    # Not all are refused.
     assert written > 30
     assert len(found.samples) > 20
 

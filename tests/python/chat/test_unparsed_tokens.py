@@ -79,7 +79,7 @@ def test_only_what_the_template_writes_itself(broken: lt.Model) -> None:
     quoting = [{"role": "user", "content": "<|im_start|>"}, *CHAT[1:]]
     preparer = Preparer(broken, Preparation(4096, template=plain))
     assert len(preparer({"messages": quoting})[0])
-    # In one branch of several.
+    # The token stands in one branch of several.
     tools = "{{ messages[0].content }}{% if tools %}<|im_start|>tools{% endif %}"
     assert broken.unparsed_tokens(tools) == {"<|im_start|>": 1}
     assert broken.unparsed_tokens("{{ 1 / 0 }}") == {}
@@ -168,7 +168,7 @@ def test_no_false_alarms(path: Path, caplog: pytest.LogCaptureFixture) -> None:
         pytest.skip(str(error))
     with model:
         assert model.unparsed_tokens() == {}
-        # As many as stay compiled.
+        # Every sixth template: as many as stay compiled.
         for template in TEMPLATES[::6]:
             assert model.unparsed_tokens(template.read_text("utf-8")) == {}, template.stem
     assert not [record for record in caplog.records if "the template writes" in record.getMessage()]

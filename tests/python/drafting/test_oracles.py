@@ -1,4 +1,4 @@
-"""What drafters are tested against: the oracles, and models that do what a table says."""
+"""Checks of the oracles themselves, and of the rigged models that follow a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where drafts end and how their tokens are drawn: the settings of drafters with a model."""
+"""Settings of model drafters: where drafts end, and how their tokens are drawn."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_the_probabilities_of_a_draft_are_those_of_its_tokens(tmp_path: Path) ->
             assert draft.probs[0] == pytest.approx(rigged.probability(3.0, n_vocab), abs=1e-5)
 
 
-#: Of a kind, the heads' tables and the vocabulary that it draws from.
+#: By kind: the heads' tables and the vocabulary that it draws from.
 DRAWN: dict[str, tuple[list[list[int]], Any]] = {
     "eagle3": ([G], range(N_VOCAB)),
     "eagle3 d2t": ([G], SOME),

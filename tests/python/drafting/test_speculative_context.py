@@ -1,4 +1,4 @@
-"""The speculative context: what it encodes and decodes is what the formulas say."""
+"""SpeculativeContext: encode and decode equal the formulas."""
 
 from __future__ import annotations
 
@@ -64,8 +64,10 @@ def test_states_of_mtp_are_the_targets(whole: bool, tmp_path: Path, rng: np.rand
 
 
 def decode_in_parts(tested: SpecUnderTest, rng: np.random.Generator, head: int = 0) -> None:
-    """Three sequences of different lengths, in three calls in which they take turns, some backwards; of some
-    pairs the output is wanted."""
+    """Decode three sequences of different lengths in three calls, interleaved, some of them backwards.
+
+    Only some pairs are outputs.
+    """
     spec = tested.spec
     lengths = (N, 11, 17)
     tokens = [random_text(rng, n) for n in lengths]

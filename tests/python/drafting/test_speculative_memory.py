@@ -1,4 +1,4 @@
-"""The memory of a speculative context, and the target's states that are put into it."""
+"""The KV cache of a speculative context, and the target's states that it is fed with."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_use_after_close_raises(name: str, tmp_path: Path, rng: np.random.Genera
 def test_it_lives_on_when_its_target_or_a_model_is_closed(
     name: str, order: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """What it inherits is the target's, which it holds."""
+    """The draft holds the target, whose embedding and head it inherits."""
     with SPECS[name](tmp_path) as tested:
         spec, pairs = tested.spec, Pairs(tested, rng)
         pairs.decode(0, 0, 8)

@@ -1,4 +1,4 @@
-"""Drafts that do not fit their target, files that are none, and arguments that are wrong."""
+"""Drafts that do not fit their target, files that are not drafts, and wrong arguments."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def target_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def target(target_file: Path, tmp_path: Path) -> Iterator[Target]:
     with lt.Model(target_file) as model, model.context(n_ctx=256, **EXACT) as context:
         yield Target(context, target_file, tmp_path)
-        # Whatever was refused, the target is as it was.
+        # After a refusal the target is unchanged.
         context.decode(lt.Batch.of([5, 6, 7]))
         with lt.SpeculativeContext(context, drafters.write_eagle3(tmp_path / "good.gguf")) as spec:
             assert spec.kind == "eagle3"
@@ -54,7 +54,7 @@ def target(target_file: Path, tmp_path: Path) -> Iterator[Target]:
 def eagle3_with(
     change: Callable[[dict[str, NDArray[Any]]], object], **options: Any
 ) -> Callable[[Target], Path]:
-    """A file of which tensors are changed."""
+    """An EAGLE-3 file with changed tensors."""
 
     def write(target: Target) -> Path:
         drafters.write_eagle3(target.draft, **options)
@@ -83,7 +83,7 @@ def resized(name: str, rows: int) -> Callable[[Target], Path]:
 
 
 def offsets(ids: NDArray[np.int64]) -> None:
-    """As in checkpoints: what is added to the row's number."""
+    """d2t as checkpoints hold it: the offset that is added to the row's number."""
     ids -= np.arange(len(ids))
 
 
@@ -150,7 +150,7 @@ MISFITS: dict[str, tuple[Callable[[Target], Path], str]] = {
 @pytest.mark.parametrize("name", MISFITS)
 def test_a_draft_that_does_not_fit_says_what_was_expected_and_found(name: str, target: Target) -> None:
     write, words = MISFITS[name]
-    # The engine itself finds some of it.
+    # Some of these errors come from the engine itself.
     with pytest.raises((lt.InvalidInputError, lt.ModelLoadError), match=words):
         lt.SpeculativeContext(target.context, write(target))
 
@@ -280,7 +280,7 @@ model = lt.Model(target)
 context = model.context(n_ctx=256)
 """
 
-#: What to do with blocks that are no whole model, and the error that it must raise. Each has ended a process.
+#: Uses of blocks that are no whole model, and the error that each must raise. Each has ended a process.
 BLOCKS_ALONE: dict[str, str] = {
     "as a model": "lt.SpeculativeContext(context, draft, as_model=True)",
     "for a drafter with a model": "lt.ModelDrafter(context, draft)",
@@ -309,7 +309,7 @@ def test_a_model_loaded_without_its_blocks_says_how_to_load_them(tmp_path: Path)
     path = drafters.write_mimo2(tmp_path / "target.gguf")
     with lt.Model(path) as model, model.context(n_ctx=256, **EXACT) as context:
         spec = lt.SpeculativeContext(context, model, **EXACT)
-        # A whole model it is.
+        # As a whole model it is accepted.
         assert spec.kind == "model"
         with pytest.raises(lt.InvalidInputError, match="load_mtp=True"):
             lt.MtpDrafter(spec)
@@ -426,7 +426,7 @@ def decode(
 
 NAN, INF = float("nan"), float("inf")
 
-#: Of a context with two pairs in sequence 0.
+#: Wrong calls of a context with two pairs in sequence 0.
 INVALID: dict[str, Callable[[SpecUnderTest], Any]] = {
     "encode: another width": lambda w: w.spec.encode(rows(3, 65)),
     "encode: float64": lambda w: w.spec.encode(rows(3, w.spec.n_features, dtype=np.float64)),
@@ -508,7 +508,7 @@ def test_wrong_arguments_raise_and_change_nothing(tested: SpecUnderTest, name: s
 
 
 def test_d2t_as_it_is_written(tmp_path: Path) -> None:
-    """What the tests above change is there to be changed."""
+    """The d2t that the tests above change is in the file in the first place."""
     path = drafters.write_eagle3(tmp_path / "draft.gguf", n_draft_vocab=100)
     copy = rewritten(path, tmp_path / "copy.gguf", lambda tensors: None)
     tensors = [{t.name: np.array(t.data) for t in gguf.GGUFReader(file).tensors} for file in (path, copy)]

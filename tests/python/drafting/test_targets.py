@@ -30,7 +30,7 @@ def states_of(tiny: TinyLlama, tokens: list[int]) -> NDArray[np.float64]:
 def test_eagle3_on_the_last_layer_sees_it_before_the_norm(
     tiny: TinyLlama, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """What the engine has for drafters under that id is nothing on gemma3, and norm(H_n) on qwen35."""
+    """For that id the engine's own hook gives nothing on gemma3 and norm(H_n) on qwen35."""
     target = tiny.write(tmp_path / "target.gguf")
     draft = drafters.write_eagle3(tmp_path / "draft.gguf", target_layers=(1, 3, tiny.n_layer))
     weights = eagle3.Weights.read(draft)

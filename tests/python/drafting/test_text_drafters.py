@@ -1,4 +1,4 @@
-"""Drafters from the text alone: what a guess is given, and what of it is used."""
+"""TextDrafter: the arguments of `guess`, and how much of its result is used."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_guess_is_given_the_text_that_stands() -> None:
     assert first.dtype == np.dtype(np.int32)
     assert first.tolist() == [5, 6, 7, 8]
     assert second.tolist() == [5, 6, 7, 8, 20, 9]
-    # What was given is the receiver's own.
+    # The receiver owns the list that it was given.
     second[:] = 0
     drafter.process(lt.Batch.of([9], pos0=5))
     drafter.accept(0, 0)
@@ -119,7 +119,7 @@ class LlamaDraftModel(ABC):
 
 
 class PromptLookup(LlamaDraftModel):
-    """As the one that comes with it: the first place where the last n tokens were before."""
+    """Like llama-cpp-python's own: the first earlier occurrence of the last n tokens."""
 
     def __init__(self, max_ngram_size: int = 2, num_pred_tokens: int = 10) -> None:
         self.max_ngram_size = max_ngram_size

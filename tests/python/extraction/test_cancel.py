@@ -23,7 +23,7 @@ def extractor(smollm2_path: Path) -> Iterator[lt.Extractor]:
 
 
 class Cancel:
-    """Says no, and after so many calls yes."""
+    """A `cancelled` function that returns False for a number of calls, then True."""
 
     def __init__(self, after: int) -> None:
         self.after = after
@@ -65,7 +65,7 @@ def test_a_long_pass_ends_and_the_next_is_right(
 
     run(work)
     assert len(cancel.threads) == 3
-    # It was at work, and did not get to the end.
+    # It had started and did not finish.
     assert np.isnan(out[-1]).all()
     np.testing.assert_array_equal(extractor(LONG[:40], [7, -1]).array, before)
 

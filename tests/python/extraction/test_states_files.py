@@ -63,7 +63,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=8,
 )
-# As JSON text: what would be taken for JSON where it is none.
+# Any text, and text that could be taken for JSON.
 texts = st.text() | json_values.map(json.dumps)
 
 
@@ -215,7 +215,7 @@ def test_copies_are_made_where_they_are_needed_or_asked_for(tiny_model: lt.Model
     for copied in (np.array(states), np.array(states, dtype="float32"), np.array(states, dtype="float16")):
         assert not np.shares_memory(copied, states.array)
         assert copied.flags.writeable
-    # As NumPy 1 calls it.
+    # The calls that NumPy 1 makes.
     assert states.__array__() is states.array
     assert states.__array__(np.dtype(np.float32)) is states.array
     assert states.__array__(np.dtype(np.float64)).dtype == np.float64

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 from support.generation import CheckedContext, checked_context
 from support.sessions import Workload, session_workload
+from support.tiny_models import rigged
+
+import llamatap as lt
 
 
 @pytest.fixture(scope="module")
@@ -25,3 +28,11 @@ def checked(checked_of_module: CheckedContext) -> Iterator[CheckedContext]:
 def workload(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workload]:
     with session_workload(tmp_path_factory.mktemp("session")) as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def rigged_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lt.Model]:
+    """A model that follows the table `rigged.cycle()`."""
+    path = rigged.write_rigged_model(tmp_path_factory.mktemp("rigged") / "rigged.gguf", rigged.cycle())
+    with lt.Model(path) as model:
+        yield model

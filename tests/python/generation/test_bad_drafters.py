@@ -1,4 +1,4 @@
-"""Drafters of a user's own that give what is no draft, or raise: it comes out, and the next text is right."""
+"""User-defined drafters with invalid drafts or errors: the error comes out, and the next text is right."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 class Wrong(Noting):
-    """Does something else after so many drafts."""
+    """Drafts normally a number of times, then does something else."""
 
     def __init__(self, action: Callable[[Mapping[int, Any]], Any], after: int = 2) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def tokens(value: Any) -> Callable[[Mapping[int, Any]], Any]:
     return each(lambda: lt.Draft(value))
 
 
-#: What is no draft, and the exception.
+#: Invalid drafts, and the exceptions that they raise.
 JUNK: dict[str, Callable[[Mapping[int, Any]], Any]] = {
     "None for all": lambda requests: None,
     "a list for all": lambda requests: [lt.Draft(np.array([5], np.int32))],
@@ -88,7 +88,7 @@ TOO_LONG: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", TOO_LONG)
 def test_drafts_that_are_empty_or_too_long_are_fine(name: str, checked: CheckedContext) -> None:
-    """Those that are too long are cut: to a function's n_max, to the room that is left."""
+    """Drafts that are too long are cut to a function's n_max or to the room that is left."""
     found = TOO_LONG[name]
     for drafter in (
         lambda tokens: found,
@@ -148,7 +148,7 @@ def test_a_drafter_that_does_not_draw_is_refused_with_rejection(made: Any, check
 def test_what_a_drafter_raises_comes_out(
     where: str, error: type[BaseException], checked: CheckedContext
 ) -> None:
-    """Wherever it does, the memory is empty and no tap is open."""
+    """Wherever it is raised, the KV cache is empty afterwards and no tap is open."""
 
     class Raising(Guessing):
         calls = 0

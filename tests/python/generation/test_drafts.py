@@ -1,4 +1,4 @@
-"""A drafter changes no token: whatever it drafts, the text is the one without it, token for token."""
+"""Drafting is lossless: with any drafter the text is the one without it, token for token."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def function(known: KnownTexts, context: lt.Context) -> Callable[[NDArray[np.int
     return lambda tokens: [*tokens[-3:].tolist(), 0, 1, 2]
 
 
-#: Those of which some drafts are known to stand.
+#: Drafters of which some drafts are known to be accepted.
 SOME_STAND = (ngram, near_model, half_right, chain)
 OF_FILES = (near_model, eagle3, mtp, chained_mtp, dflash, dspark)
 KINDS = (ngram, *OF_FILES, nonsense, half_right, chain, function)
@@ -163,7 +163,7 @@ def test_tokens_are_those_without_a_drafter(kind: Any, sampling: str, known: Kno
 
 @pytest.mark.parametrize("kind", OF_FILES, ids=lambda kind: kind.__name__)
 def test_a_draft_context_of_another_size_changes_nothing(kind: Any, known: KnownTexts) -> None:
-    """Of more sequences than the target has; and of so few tokens that it fills up before the texts end."""
+    """One draft context has more sequences than the target; one is so small that it fills up early."""
     prompts = [known.prompts[4] * 3, known.prompts[2]]
     expected = [by_hand(known.model, prompt, MAX_TOKENS) for prompt in prompts]
     with known.model.context(n_ctx=512, n_seq_max=2, **EXACT) as context:

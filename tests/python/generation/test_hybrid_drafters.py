@@ -1,5 +1,6 @@
-"""Drafters with a model beside targets that hold a state: what a draft that did not stand leaves behind, in
-the target and in the draft's own memory, must change nothing."""
+"""Model drafters beside recurrent and hybrid targets: a rejected draft must leave no trace.
+
+That holds for the target's memory and for the draft's own."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ import llamatap as lt
 
 MAX_TOKENS = 20
 SEED = 31
-#: Of the engine's own files, and of one of ours.
+#: Targets: architectures of the engine's own files, and one of ours.
 OF_THE_ENGINE = ("jamba", "mamba", "falcon-h1")
 #: name: the file, and options of the context.
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -64,7 +64,7 @@ def test_what_is_ruled_out_never_comes(tiny_model: lt.Model) -> None:
         assert sampler.sample_logits(np.zeros(tiny_model.n_vocab, np.float32)) == left
     with pytest.raises(lt.InvalidInputError, match="rules all tokens out"):
         lt.Sampler(tiny_model, logit_bias={**bias, left: -math.inf})
-    # Of the others this one is -infinity already.
+    # The remaining token has a logit of -infinity already.
     logits = np.full(tiny_model.n_vocab, 1, np.float32)
     logits[left] = -np.inf
     with pytest.raises(lt.InvalidInputError, match="no token possible"):

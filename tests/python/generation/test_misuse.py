@@ -1,4 +1,4 @@
-"""Calls of generate that are wrong: each raises what is documented, and the next text is right.
+"""Wrong calls of generate raise the documented error, and the next text is right.
 
 Drafters that are wrong are in test_bad_drafters.py.
 """
@@ -28,7 +28,7 @@ lt: Any = llamatap
 
 @pytest.mark.parametrize("name", INVALID)
 def test_wrong_arguments_raise_before_anything(name: str, checked: CheckedContext) -> None:
-    """Not at the first token, but when generate is called; with a message that says what was found."""
+    """They raise when generate is called, not at the first token, with a message that names the value."""
     with pytest.raises(lt.InvalidInputError) as caught:
         INVALID[name](checked)
     assert len(str(caught.value)) > 10
@@ -57,7 +57,7 @@ def test_words_of_errors_are_those_of_the_arguments(checked: CheckedContext) -> 
 
 @pytest.mark.parametrize("wrap", [lambda d: d, lambda d: [d], lambda d: [llamatap.NGramDrafter(), d]])
 def test_a_drafter_of_another_context_is_refused(wrap: Any, checked: CheckedContext, tmp_path: Path) -> None:
-    """In a chain as well: it would be told of texts that are not in its target."""
+    """Chains are refused as well: the drafter would be fed texts that its target does not hold."""
     with checked.model.context(n_ctx=256, n_seq_max=2, **EXACT) as other:
         eagle3 = lt.SpeculativeContext(other, drafters.write_eagle3(tmp_path / "eagle3.gguf"))
         for foreign in (lt.Eagle3Drafter(eagle3), lt.ModelDrafter(other, checked.model)):
@@ -68,7 +68,7 @@ def test_a_drafter_of_another_context_is_refused(wrap: Any, checked: CheckedCont
 
 @pytest.mark.parametrize("wrap", [lambda d: d, lambda d: [llamatap.NGramDrafter(), [d]]])
 def test_a_draft_context_of_fewer_sequences(wrap: Any, checked: CheckedContext, tmp_path: Path) -> None:
-    """No more go at once than it has."""
+    """No more texts run at once than the draft context has sequences."""
     path = drafters.write_eagle3(tmp_path / "eagle3.gguf")
     spec = lt.SpeculativeContext(checked.context, path, n_seq_max=1, n_threads=1)
     drafter = wrap(lt.Eagle3Drafter(spec))
@@ -86,7 +86,7 @@ def test_a_context_that_holds_tokens_is_refused(checked: CheckedContext) -> None
 
 
 def test_an_open_tap_is_refused_where_states_are_needed(checked: CheckedContext) -> None:
-    """Else it sees the passes of the text."""
+    """Without states asked for, the tap sees the passes of the text."""
     for stream in (False, True):
         with checked.context.tap([2]) as tap:
             with pytest.raises(lt.InvalidInputError, match="tap is open"):
@@ -103,7 +103,7 @@ def test_what_a_drafter_is_made_of_is_none(checked: CheckedContext, tmp_path: Pa
     )
     with pytest.raises(lt.InvalidInputError, match=r"load_drafter\(context"):
         lt.generate(checked.context, PROMPT, spec)
-    # It does, and says whether it can be used with rejection.
+    # load_drafter makes a drafter of it, and says whether it can be used with rejection.
     for temperature in (0.0, 0.5):
         made = lt.load_drafter(checked.context, spec, temperature=temperature)
         for drafter in (made, [made], [made, made]):
@@ -181,7 +181,7 @@ def test_a_second_thread_gets_an_error_of_ours(tiny_path: Path) -> None:
 
 
 def test_threads_that_fight_over_a_context_get_errors_of_ours(tiny_path: Path) -> None:
-    """Whoever gets through has the right tokens, and afterwards all is well."""
+    """A thread that gets through has the right tokens, and the context works afterwards."""
     with lt.Model(tiny_path) as model, model.context(n_ctx=512, n_seq_max=2, **EXACT) as context:
         expected = by_hand(model, PROMPT, 12)
         ended = time.monotonic() + 1.5

@@ -1,4 +1,4 @@
-"""A generation has its context and its drafter for itself, gives both back, and says so to all others."""
+"""A generation owns its context and its drafter until it ends; others get an error that says so."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CHANGES: dict[str, Callable[[lt.Context], Any]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_the_memory_is_not_changed_under_a_generation(name: str, checked: CheckedContext) -> None:
-    """Neither between its rounds, nor by its drafter, nor while it holds nothing for a moment."""
+    """Refused between rounds, from inside its drafter, and while it holds nothing for a moment."""
 
     class Meddling(Guessing):
         def process(self, batch: lt.Batch) -> None:
@@ -76,7 +76,7 @@ def test_a_drafter_may_look_at_the_context(checked: CheckedContext) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_with_its_last_result_it_is_over(stream: bool, checked: CheckedContext) -> None:
-    """Though nobody asked whether there is more."""
+    """The generation ends with its last result, without a further call of next()."""
     drafter = lt.NGramDrafter()
     events: Any = lt.generate(
         checked.context, PROMPT, drafter, states="last", **{"stream": stream, **OPTIONS}
@@ -97,7 +97,7 @@ def test_a_context_that_another_thread_uses_at_the_end_is_not_busy_for_ever(tiny
         stream = lt.generate(context, PROMPT, Noting(), stream=True, **OPTIONS)
         next(stream)
         batch = lt.Batch.of(np.random.default_rng(0).integers(3, 259, 6000).tolist(), seq=1)
-        # As a call that came in before the generation.
+        # Like a call that came in before the generation.
         thread = threading.Thread(target=context.native.decode, args=[batch])
         thread.start()
         time.sleep(0.1)
@@ -148,7 +148,7 @@ def test_the_first_cause_comes_out(checked: CheckedContext, caplog: pytest.LogCa
     with caplog.at_level(logging.WARNING, "llamatap"), pytest.raises(LookupError, match="the cause"):
         list(lt.generate(checked.context, [PROMPT] * 2, Failing(), **OPTIONS))
     assert "of the tidying" in caplog.text
-    # With no other cause it is one itself.
+    # Without another cause it is raised itself.
     failing = Failing()
     stream = lt.generate(checked.context, PROMPT, failing, stream=True, **OPTIONS)
     next(stream)
@@ -175,7 +175,7 @@ def test_a_drafter_is_of_one_generation_at_a_time(wrap: Any, checked: CheckedCon
 
 
 def test_what_a_drafter_knows_from_before_is_forgotten(checked: CheckedContext) -> None:
-    """As when it was driven by hand, and nobody told it of the end."""
+    """The drafter was driven by hand before and never reset."""
     known: list[lt.Drafter] = [
         lt.NGramDrafter(2, 1),
         Noting(),

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: those of a plain decode with all rows as outputs, however prompts are fed."""
+"""Log-probabilities of prompts equal those of a plain decode with all rows as outputs, however chunked."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def test_of_a_model(tiny_model: lt.Model, prompts: list[list[int]], expected: li
         assert one.prompt_logprobs is not None
         for entry, row in zip(one.prompt_logprobs[1:], rows, strict=False):
             assert entry is not None
-            # With the KV cache in float16.
+            # The KV cache is float16 here.
             assert entry.logprob == pytest.approx(row[entry.token], abs=2e-2)
 
 
@@ -275,7 +275,7 @@ def test_a_cancelled_prompt_has_those_that_were_computed(rounds: int, tiny_model
     assert event.final is not None
     assert event.final.finish_reason == "cancelled"
     assert event.prompt_logprobs == event.final.prompt_logprobs
-    # A row more than it has itself: that of the last token computed is of the next one.
+    # One row more than rows of its own: the last computed row predicts the next token.
     check(event.final, plain(tiny_model, prompt), 2, 16 * rounds + 1)
 
 

@@ -1,4 +1,4 @@
-"""Sessions: prompts that come at any time, with options of their own, are what generate gives for each."""
+"""Sessions: a prompt added at any time, with its own options, gives what generate gives for it alone."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def of(events: Sequence[lt.Event], index: int) -> list[lt.Event]:
 
 
 def test_one_that_waits_is_cancelled(workload: Workload) -> None:
-    """It gives an event without a token, and the order of the others stays."""
+    """A cancelled waiting request gives an event without a token; the others keep their order."""
     with workload.model.context(**CUT) as context, lt.Session(context) as session:
         for at in (0, 5, 6, 11):
             session.add(workload.prompts[at], **workload.options[at])
@@ -243,7 +243,7 @@ def test_one_that_waits_is_cancelled(workload: Workload) -> None:
         session.cancel(1)
         session.cancel(2)
         *events, another = session.step()
-        # The round goes on for the one that is under way.
+        # The round goes on for the in-flight text.
         assert [event.index for event in events] == [1, 2]
         assert (another.index, another.final) == (0, None)
         for event in events:
@@ -291,7 +291,7 @@ def test_one_under_way_is_cancelled(kind: str, workload: Workload) -> None:
             expected = workload.alone[2].states
             assert expected is not None
             assert relative(last.final.states.array, expected.array[:n]) < 1e-5
-            # An event's own way is the same.
+            # Cancelling by the event is the same.
             event = of(events, 2)[0]
             event.cancel()
             rounds += session.step()

@@ -1,4 +1,4 @@
-"""What goes wrong in a session is raised as documented: texts under way are dropped, and the others go on."""
+"""Errors in a session are raised as documented: in-flight texts are dropped, and the others go on."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Failing(Guessing):
 
 @dataclass
 class Outcome:
-    """What became of the prompts of a session: right texts, and those that were dropped, by step."""
+    """Outcome of a session's prompts: right texts, and those that were dropped, by step."""
 
     right: dict[int, list[int]] = field(default_factory=dict)
     dropped: list[tuple[int, ...]] = field(default_factory=list)
@@ -99,7 +99,7 @@ def test_a_decode_that_fails(
     checked: CheckedContext,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those under way are gone, whatever they were at; those that waited have the right tokens."""
+    """In-flight texts are dropped, whatever they were doing; waiting ones get the right tokens."""
     calls = 0
     decode = llamatap.Context._decode
 
@@ -168,7 +168,7 @@ def test_a_drafter_that_fails(method: str, countdown: int, checked: CheckedConte
 def test_a_drafter_that_always_fails_ends_with_the_prompts(
     checked: CheckedContext, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also when it cannot be tidied up after: the first cause comes out."""
+    """The first error comes out even where the clean-up fails as well."""
 
     class Broken(Noting):
         def draft(self, requests: Mapping[int, Any]) -> Any:

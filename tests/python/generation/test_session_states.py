@@ -1,4 +1,4 @@
-"""States of prompts and texts: those who ask have them, and no pass is tapped, or made, for nobody."""
+"""States in sessions: requests that ask get them, and no pass is tapped or run without need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVERY: tuple[lt.LayerId, ...] = (0, 1, 2, 3, 4, "norm")
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any, int]]:
-    """Of each pass: its entries, the layers that are tapped (None: it is not), and their rows."""
+    """For each pass: its entries, the tapped layers (None without a tap), and the captured rows."""
     found = []
     decode = lt.Context._decode
 
@@ -43,7 +43,7 @@ def extracted(workload: Workload, text: Any, layers: Any) -> NDArray[np.float32]
 
 
 def test_a_pass_is_tapped_for_those_who_ask(workload: Workload, passes: list[tuple[int, Any, int]]) -> None:
-    """For the layers that they ask for, while they do."""
+    """A pass is tapped for the layers that current requests ask for."""
     with workload.model.context(n_seq_max=4, **CUT) as context, lt.Session(context) as session:
         options: dict[str, Any] = {"ignore_eos": True}
 
@@ -56,20 +56,20 @@ def test_a_pass_is_tapped_for_those_who_ask(workload: Workload, passes: list[tup
         assert step() == [(32, None, 0)]
         assert step() == [(8, None, 0)]
         assert step() == [(1, None, 0)]
-        # Of a prompt alone: both pieces, then no more.
+        # States of the prompt only: both chunks are tapped, then no pass.
         session.add(workload.prompts[2], prompt_states=True, layers=[1, "norm"], max_tokens=3, **options)
         assert step() == [(32, (1, "norm"), 32)]
         assert step() == [(10, (1, "norm"), 10)]
         assert step() == [(2, None, 0)]
         assert step() == [(2, None, 0)]
-        # Of a text alone: not of the pass of its prompt.
+        # States of the text only: the prompt's pass is not tapped.
         session.add(workload.prompts[0], states="full", layers=[3], max_tokens=5, **options)
         assert step() == [(10, None, 0)]
         assert step() == [(2, (3,), 2)]
-        # Beside it a prompt that is nobody's: no row of that but its output.
+        # Beside a prompt without states: of its rows only the output is captured.
         session.add(workload.prompts[0], max_tokens=1, **options)
         assert step() == [(11, (3,), 3)]
-        # One after the other in company: the layers of both.
+        # Two requests in one pass: the layers of both are tapped.
         session.add(
             workload.prompts[0], states="last", prompt_states=True, layers=-1, max_tokens=1, **options
         )
@@ -83,7 +83,7 @@ def test_a_pass_is_tapped_for_those_who_ask(workload: Workload, passes: list[tup
 def test_a_drafter_has_its_states_of_every_pass(
     workload: Workload, passes: list[tuple[int, Any, int]]
 ) -> None:
-    """Whoever asks for others; and only those who ask are given any."""
+    """The drafter gets its states whatever layers requests ask for; only requests that ask get any."""
 
     class Seeing(Noting):
         target_layers = (1, -1)
@@ -182,7 +182,7 @@ def test_states_of_prompts_come_with_the_last_event(workload: Workload) -> None:
 
 
 def test_an_open_tap_stops_nobody_s_text(workload: Workload) -> None:
-    """It sees the passes while nobody asks for states; a step that would is refused, and nothing is lost."""
+    """The tap sees passes while no request wants states; a step that needs states is refused."""
     with workload.model.context(n_seq_max=1, **CUT) as context, lt.Session(context) as session:
         session.add(workload.prompts[0], max_tokens=4, ignore_eos=True)
         session.add(workload.prompts[3], max_tokens=2, states="last", layers=1, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Hidden states of generated tokens: those of the whole text extracted afterwards, one row for each token."""
+"""Hidden states of generated tokens equal those of the whole text extracted afterwards, a row a token."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def drafter_of(kind: str, known: KnownTexts, context: lt.Context) -> Any:
         return None
     spec = lt.SpeculativeContext(context, path, n_threads=1)
     drafter = lt.Eagle3Drafter(spec) if kind == "eagle3" else lt.MtpDrafter(spec)
-    # What the drafter itself needs must not get into the states that are given.
+    # The drafter's own layers must not get into the states of results.
     assert set(drafter.target_layers) <= set(EVERY)
     assert len(drafter.target_layers) == (3 if kind == "eagle3" else 1)
     return [drafter, drafter_of("guessing", known, context)]

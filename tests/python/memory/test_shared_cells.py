@@ -1,5 +1,6 @@
-"""Sequences that share cells of a cache, against a plain model of one; and what else a memory must know of
-itself: what an empty sequence leaves, what a copy of recurrent state is worth."""
+"""Sequences that share cells of a KV cache, against a plain cache written in Python.
+
+Also: what an empty sequence leaves behind, and copies of recurrent state."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from reference import decoder
 
 
 class RefusedError(Exception):
-    """The plain cache does not do such a thing."""
+    """The plain cache refuses the operation."""
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Cell:
 
 @dataclass
 class PlainCache:
-    """Cells: a position, a token, and the sequences that it belongs to."""
+    """A KV cache as a list of cells: position, token, and the sequences that hold it."""
 
     unified: bool
     n_seqs: int
@@ -102,8 +103,10 @@ class PlainCache:
 
 
 def last_block_only(tiny: TinyLlama) -> TinyLlama:
-    """Blocks before the last one add nothing: what the cache holds of a token then depends on the token and
-    its position alone, whatever came before it."""
+    """Change the model so that only its last block adds to the stream.
+
+    What the cache holds for a token then depends on the token and its position alone.
+    """
     for i in range(tiny.n_layer - 1):
         for name in ("attn_output", "ffn_down"):
             tiny.weights[f"blk.{i}.{name}.weight"][:] = 0
@@ -181,7 +184,7 @@ class Walk:
         try:
             getattr(self.context.memory, name)(*arguments)
         except lt.UnsupportedError:
-            # Only windows may have dropped what would be needed.
+            # Only sliding windows may have dropped needed cells.
             assert self.windowed
             self.n_refused += 1
             self.plain.cells = before
@@ -405,7 +408,7 @@ def test_a_failing_restore_takes_back_nothing_of_others(tiny_model: lt.Model) ->
     """Decodes of another thread come before or after it, or get BusyError."""
     with tiny_model.context(n_ctx=256, **EXACT) as context:
         context.decode(lt.Batch.of([5, 6, 7]))
-        # Right as far as llamatap looks: only the engine finds that it does not fit.
+        # Valid as far as llamatap checks: only the engine finds that it does not fit.
         broken = _saved.pack(context._fingerprint(), b"\1\0\0\0" + b"\xff" * 64)
         n_decoded = 3
         stop = threading.Event()

@@ -1,4 +1,4 @@
-"""Calls that are wrong or hostile: each raises what is documented, and leaves everything as it was.
+"""Wrong or hostile calls raise the documented error and change nothing.
 
 More of them are next to what they misuse: options and batches in test_context.py, extract's arguments in
 test_extract.py, files and paths in test_model.py. What is odd and right is in test_edges.py, what needs
@@ -34,7 +34,7 @@ TOKENS = [5, 6, 7]
 
 @dataclass
 class CheckedContext:
-    """A model, a context with three tokens in sequence 0, and what both give when nothing is wrong."""
+    """A model, a context with three tokens in sequence 0, and the expected results of both."""
 
     model: Any
     extractor: Any
@@ -47,7 +47,7 @@ class CheckedContext:
         return self.context.memory
 
     def check(self) -> None:
-        """Exactly as before: the same kernels compute the same shapes."""
+        """Check that results are bit for bit as before: the same kernels compute the same shapes."""
         assert np.array_equal(self.extractor(TOKENS, [0, 2, -1, "norm"]).array, self.states)
         assert [self.memory.last(seq) for seq in range(3)] == [2, -1, -1]
         self.context.decode(lt.Batch.of([8], pos0=3))
@@ -322,7 +322,7 @@ def test_wrong_arguments_raise_errors_of_ours(checked: CheckedContext, name: str
     assert str(caught.value)
 
 
-#: What Python says of a call that does not fit, or of an object that was never made.
+#: Python's own errors: calls that do not fit a signature, objects without __init__.
 TYPE_ERRORS: dict[str, Callable[[CheckedContext], Any]] = {
     "batch: a fraction": lambda c: lt.Batch().add(5.0, 0),
     "batch: NumPy's fraction": lambda c: lt.Batch().add(np.float32(5.7), 0),

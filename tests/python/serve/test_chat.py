@@ -35,7 +35,7 @@ TALK: list[Any] = [
     {"role": "assistant", "content": "Hi."},
     {"role": "user", "content": [{"type": "text", "text": "Two"}, {"type": "text", "text": "parts"}]},
 ]
-#: As the template has it, by hand; <s> is the BOS token.
+#: The template rendered by hand; <s> is the BOS token.
 RENDERED = (
     "<s>[system]Be brief.[/system]\n[user]Hello![/user]\n[assistant]Hi.[/assistant]\n"
     "[user]Two\nparts[/user]\n"

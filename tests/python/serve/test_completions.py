@@ -278,7 +278,7 @@ def test_offsets_are_places_in_the_text(script: Client, stop: str | None) -> Non
     chunks = list(create(script, "a", stream=True, **options))
     offsets = [one.choices[0].logprobs.text_offset for one in chunks if one.choices[0].logprobs]
     assert [offset for (offset,) in offsets] == expected
-    # What is no text of its own.
+    # Bytes that are no text by themselves.
     assert choice.logprobs.tokens[:3] == ["bytes:\\xc3", "bytes:\\xa9", "bytes:\\xe2"]
 
 

@@ -47,7 +47,7 @@ def lists(answer: Any) -> NDArray[np.float32]:
 
 
 def from_base64(answer: Any) -> NDArray[np.float32]:
-    """As a client of the specification reads it."""
+    """Decode a body as a client written from the specification does."""
     raw = base64.b64decode(answer["hidden_states"])
     return np.frombuffer(raw, dtype=np.float32).reshape(answer["shape"])
 
@@ -209,7 +209,7 @@ def test_a_safetensors_body(server: Running, tiny: TinyLlama, tiny_model: lt.Mod
     assert metadata["model"] == "tiny"
     assert metadata["layer"] == "-2"
     assert json.loads(metadata["provenance"])["arch"] == "llama"
-    # No base64, no digits.
+    # The binary body is about as large as the states.
     assert len(response.content) < tensors["hidden_states"].nbytes + 4096
 
     several = server.client.post(
@@ -404,7 +404,7 @@ def test_a_preset_without_a_length_takes_the_whole_text(
 ) -> None:
     (tmp_path / "file.toml").write_text(PRESET.replace("max_length = 9", "").replace('"mine"', '"whole"'))
     with running([tiny_options(tiny_path)], ServerOptions(presets=(tmp_path / "file.toml",))) as server:
-        # It is called what it calls itself, not what its file is called.
+        # The preset's name is the one in the file, not the file's own.
         answer = server.states(prompt="x" * 700, preset="whole")
         assert answer["shape"][0] == len(tiny_model.tokenize("<s>[" + "x" * 700 + "]")) - 2
         assert answer["truncated"] is False

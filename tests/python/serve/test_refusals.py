@@ -1,4 +1,4 @@
-"""What the text endpoints refuse, as OpenAI's own client raises it, and what they let pass."""
+"""Refusals of the text endpoints, as OpenAI's own client raises them, and fields that they let pass."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def chat(client: Client, **options: Any) -> Any:
 Endpoint = Callable[..., Any]
 both = pytest.mark.parametrize("endpoint", [complete, chat])
 
-#: Of both kinds: fields, and values that ask for what is not served.
+#: Fields and values of both endpoints that ask for something not served.
 UNSERVED: list[dict[str, Any]] = [
     {"logit_bias": {"5": 101}},
     {"logit_bias": {"a": 1}},
@@ -115,7 +115,7 @@ def test_what_is_not_served_is_named(client: Client, endpoint: Endpoint, fields:
 def test_what_asks_for_nothing_is_let_pass(
     client: Client, endpoint: Endpoint, fields: dict[str, Any]
 ) -> None:
-    # Of a seed that is drawn a text could end at once.
+    # With a random seed a text could end at once.
     found = endpoint(client, extra_body={"ignore_eos": True, **fields})
     assert found.usage.completion_tokens == 2 * (fields.get("n") or 1)
 
@@ -152,7 +152,7 @@ def test_wrong_values(client: Client, endpoint: Endpoint, fields: dict[str, Any]
     with pytest.raises(openai.BadRequestError, match=message):
         endpoint(client, extra_body=fields)
     if "stream" not in fields:
-        # Found before the first chunk, it is a status there too.
+        # An error found before the first chunk is a status in streams as well.
         with pytest.raises(openai.BadRequestError, match=message):
             endpoint(client, stream=True, extra_body=fields)
 
@@ -196,7 +196,7 @@ def test_a_text_too_long(client: Client, endpoint: Endpoint, stream: bool) -> No
     with pytest.raises(openai.BadRequestError, match="256") as raised:
         endpoint(client, stream=stream, **long)
     assert raised.value.code == "context_length_exceeded"
-    # Of several, one is enough.
+    # One wrong entry among several is enough.
     if endpoint is complete:
         with pytest.raises(openai.BadRequestError):
             complete(client, stream=stream, prompt=["fits", "x" * 300])
@@ -249,7 +249,7 @@ def test_a_full_queue(tiny_chat_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
                 endpoint(client)
             assert raised.value.code == "queue_full"
             assert int(raised.value.response.headers["Retry-After"]) >= 1
-        # No time is right for what never fits.
+        # No Retry-After for a request that can never fit.
         with pytest.raises(openai.BadRequestError, match="this server gives 2"):
             complete(client, n=3)
         stream.close()

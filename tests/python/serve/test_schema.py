@@ -1,4 +1,4 @@
-"""Whatever a client sends, the server's answer is none of its own failures."""
+"""Random requests by the OpenAPI schema: the server never answers with a failure of its own."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_no_request_makes_the_server_fail(server: Running, method: str, path: st
         if isinstance(case.body, dict) and "model" in case.body:
             # A name that is made up ends at the first check, and a long text takes long.
             case.body |= {"model": "tiny", "max_tokens": 2} if "completions" in path else {"model": "tiny"}
-            # So does a role that is.
+            # So does an invented role.
             messages = case.body.get("messages")
             for one in messages if isinstance(messages, list) else ():
                 if isinstance(one, dict) and isinstance(one.get("role"), str):

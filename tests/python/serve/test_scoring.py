@@ -1,4 +1,4 @@
-"""``echo``, ``prompt_logprobs`` and ``logit_bias`` of completions: what harnesses score texts with."""
+"""``echo``, ``prompt_logprobs`` and ``logit_bias`` of completions, which harnesses score texts with."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check(model: lt.Model, found: Any, tokens: Sequence[int], n_top: int) -> Non
         assert logprob == pytest.approx(row[token], abs=1e-4)
         best = np.argsort(-row)[:n_top].tolist()
         assert list(top) == [spelling(model, one) for one in (best if token in best else [*best, token])]
-        # As harnesses tell whether a text is the greedy one.
+        # Harnesses tell the greedy text in this way.
         assert (logprob == max(top.values())) == (token == row.argmax() or n_top == 0)
 
 
@@ -125,12 +125,12 @@ def test_echo_of_several_texts_of_several_prompts(client: Client, tiny_model: lt
         assert texts[index] == prompts[index // 2] + one.text
         every = [*one.prompt.tolist(), *one.tokens.tolist()]
         assert tokens[index] == [spelling(tiny_model, token) for token in every]
-        # Of what was generated.
+        # Log-probabilities of the generated tokens.
         assert ids[index] == one.tokens.tolist()
 
 
 def test_prompt_logprobs_of_completions(server: Running, tiny_model: lt.Model) -> None:
-    """As vLLM gives them."""
+    """``prompt_logprobs`` have vLLM's form."""
     prompts = [tiny_model.tokenize(one).tolist() for one in (PROMPT, "short")]
     answer = server.post(
         "/v1/completions", model="tiny", prompt=prompts, max_tokens=2, prompt_logprobs=3, temperature=0
@@ -241,7 +241,7 @@ def test_a_prompt_that_fills_the_context(client: Client, tiny_model: lt.Model, s
     most = server.worker.text_limit
     (choice,) = create(client, [5] * most, max_tokens=0, echo=True, logprobs=0).choices
     assert len(choice.logprobs.tokens) == most
-    # As lm-eval asks; the last token needs no place.
+    # lm-eval's request; the last token needs no position.
     (choice,) = create(client, [5] * most, max_tokens=1, echo=True, logprobs=0).choices
     assert len(choice.logprobs.tokens) == most + 1
     with pytest.raises(openai.BadRequestError, match=str(most)):
@@ -256,7 +256,7 @@ def test_memory_for_log_probabilities_is_bounded(tiny_chat_path: Path) -> None:
         with pytest.raises(openai.APIStatusError, match="log-probabilities") as raised:
             create(client, [5] * 101, max_tokens=0, echo=True, logprobs=20)
         assert raised.value.status_code == 413
-        # Given back.
+        # The memory was given back.
         assert server.state.budget.free == server.state.budget.total
 
 
@@ -329,11 +329,11 @@ class Odd:
     [
         # A blank before the text, as SentencePiece adds it.
         ((b"<s>", b" Once", b" upon"), "Once upon", [0, 0, 4]),
-        # The text is within the BOS, too.
+        # The text occurs inside the BOS as well.
         ((b"<s>", b" s"), "s", [0, 0]),
-        # It brings its BOS itself.
+        # The text brings its own BOS.
         ((b"<s>", b"a", b"b"), "<s>ab", [0, 3, 4]),
-        # And an EOS that is added.
+        # The tokenizer also adds an EOS.
         ((b"<s>", b"a", b"b", b"</s>"), "ab", [0, 0, 1, 2]),
         # Tokens that cross characters, and a character of three tokens.
         ((b"<s>", b"a\xc3", b"\xa9b", b"\xe2", b"\x82", b"\xac", b"!"), "aéb€!", [0, 0, 1, 3, 3, 3, 4]),

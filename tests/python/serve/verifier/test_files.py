@@ -1,4 +1,4 @@
-"""Files of states that completions leave for a trainer: whole, locked until then, no more than allowed."""
+"""Files of states that completions leave for a trainer: content, lock, and requests that leave none."""
 
 from __future__ import annotations
 
