@@ -1,4 +1,4 @@
-"""The other side of peer_program.py: transformers as an object, in its own process and environment."""
+"""transformers as an object; it runs peer_program.py in a process and environment of its own."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def use(path: Path) -> None:
 
 
 def child(path: Path) -> str:
-    """In the child: the name of what came of it."""
+    """Use a file in the child process; the name of the outcome."""
     try:
         use(path)
     except lt.Error as error:

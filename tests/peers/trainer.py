@@ -43,12 +43,12 @@ Found = Iterator[tuple[list[int], torch.Tensor]]
 
 
 def speculators(*arguments: str | Path) -> None:
-    """Its command."""
+    """Run the library's command."""
     subprocess.run([Path(sys.executable).parent / "speculators", *map(str, arguments)], check=True)
 
 
 def prepared(folder: Path) -> Path:
-    """Its data set of the rows."""
+    """Make the library's data set of the rows."""
     data = folder / "data"
     if not data.exists():
         speculators(
@@ -59,7 +59,7 @@ def prepared(folder: Path) -> Path:
 
 
 def requests(url: str, folder: Path) -> Found:
-    """Each prompt by one of its two clients; the files are read, checked and deleted."""
+    """Send each prompt by one of the library's two clients; files are read, checked and deleted."""
     transfer = FileTransfer(folder)
     prompts = [row["input_ids"].tolist() for row in load_from_disk(prepared(folder))]
     with openai.OpenAI(base_url=url, api_key="EMPTY", max_retries=0) as client:
@@ -81,7 +81,7 @@ def requests(url: str, folder: Path) -> Found:
 
 
 def dataset(url: str, folder: Path) -> Found:
-    """Its data set, which asks for what is missing, through a loader with two workers."""
+    """Load the library's data set, which requests missing states, with two workers."""
     rows = load_from_disk(prepared(folder))
     # The layers, and the last one for the targets.
     collate = CollateFn(256, WIDTH, len(LAYERS), dtype=torch.float32)
@@ -98,7 +98,7 @@ def dataset(url: str, folder: Path) -> Found:
 
 
 def offline(url: str, folder: Path) -> Found:
-    """Its command that writes a data set of states."""
+    """Run the library's command that writes a data set of states."""
     speculators(
         *("generate-offline-data", "--endpoint", url, "--preprocessed-data", prepared(folder)),
         *("--concurrency", "8", "--validate-outputs", "--output", folder / "hidden_states"),

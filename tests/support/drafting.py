@@ -191,7 +191,7 @@ class Loop:
         self.texts: dict[int, list[int]] = {}
 
     def feed(self, entries: Iterable[Entry]) -> None:
-        """Decode a batch of these, and show it to the drafter."""
+        """Decode a batch of these entries and show it to the drafter."""
         self.show(add(lt.Batch(), entries))
 
     def show(self, batch: lt.Batch) -> None:

@@ -53,7 +53,7 @@ class Running:
         return next(iter(self.state.workers.values()))
 
     def post(self, path: str, status: int = 200, **body: Any) -> Any:
-        """The JSON of an answer with that status."""
+        """Send a request and return the JSON of an answer with that status."""
         response = self.client.post(path, json=body)
         assert response.status_code == status, response.text
         return response.json()
@@ -63,7 +63,7 @@ class Running:
         return self.post("/v1/hidden_states", **{"model": "tiny", **body})
 
     def error(self, path: str, status: int, kind: str, **body: Any) -> str:
-        """The message of an error of that status and type."""
+        """Send a request that fails with that status and type; the error's message."""
         found = self.post(path, status, **body)
         assert set(found) == {"error"}
         assert set(found["error"]) == {"message", "type", "code"}
@@ -104,7 +104,7 @@ def running(
 
 
 def tiny_options(path: Path, **more: Any) -> ModelOptions:
-    """A tiny model under the name ``tiny``."""
+    """Options of a tiny model served as ``tiny``."""
     return ModelOptions(**{"name": "tiny", "path": path, "context": EXACT.copy(), "n_ctx": 2048, **more})
 
 

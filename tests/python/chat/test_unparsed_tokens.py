@@ -1,4 +1,4 @@
-"""Control tokens that a converter marked as normal: case 47, of unsloth#5070."""
+"""Control tokens that a converter marked as normal (case 47, unsloth#5070)."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Vocabulary:
 
 
 def test_rulers_and_long_texts_cost_little() -> None:
-    """The pieces of a word were those of all pairs of its marks."""
+    """The cost grows with the text, not with all pairs of marks in a word."""
     assert list(_pieces("-" * 100_000)) == []
     assert list(_pieces("-" * 100_000 + "x")) == []
     # One letter far behind, within reach of the last marks alone: 63 pairs at most from each of them.
@@ -130,7 +130,7 @@ def test_a_ruler_and_lone_surrogates_in_a_template(broken: lt.Model) -> None:
 @pytest.mark.parametrize("rows", [[{"messages": CHAT}], [{"input_ids": [5, 6]}, {"messages": CHAT}]])
 @pytest.mark.parametrize("on_error", ["skip", "stop"])
 def test_a_data_set_is_refused(broken: lt.Model, rows: list[Any], on_error: str) -> None:
-    """Not row by row: none of the chats can be used."""
+    """The whole data set is refused, since none of its chats can be used."""
     skipped: list[int] = []
     with pytest.raises(lt.UnsupportedError, match=rf"{SAYS}.*input_ids".replace("|", r"\|")):
         prepare(broken, rows, Preparation(4096), lambda row, error: skipped.append(row))

@@ -73,7 +73,7 @@ def test_what_has_no_room_is_dropped_and_texts_go_on(name: str, tiny_model: lt.M
 
 
 def test_what_has_no_room_waits_for_it(name: str) -> None:
-    """A reader deletes a sample while one waits; the next one has nobody to wait for."""
+    """A reader deletes a sample while a put waits for room; the next put waits in vain."""
     connector = room_for(name, 1)
     collect = Collector(connector, wait=60.0)
     collect(generation([1], [2, 3]))

@@ -193,7 +193,7 @@ def test_what_is_no_sample_is_refused(connector: Connector) -> None:
 
 
 def test_generations_are_put_as_they_end(connector: Connector, tiny_model: lt.Model) -> None:
-    """Prompt and text in one piece; what a forward pass gives of them."""
+    """Prompt and text are one sample, equal to a forward pass."""
     found: list[Any] = []
     with tiny_model.context(n_ctx=256, n_seq_max=2, **EXACT) as context:
         texts = lt.generate(

@@ -111,7 +111,7 @@ def test_the_confidence_head_ends_a_draft(tiny_path: Path, tmp_path: Path, rng: 
 def test_sequences_of_a_target_with_a_memory_for_each(
     options: dict[str, Any], tiny_path: Path, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """The engine computes a block of several sequences at once in one memory for all."""
+    """The target has a KV cache for each sequence; the engine computes their blocks in a shared one."""
     path = write_dflash(tmp_path / "draft.gguf", **options)
     prompts = [rng.integers(3, 250, n).tolist() for n in (5, 40, 12)]
     with (
@@ -126,7 +126,7 @@ def test_sequences_of_a_target_with_a_memory_for_each(
 
 
 def test_features_are_encoded_or_refused(tiny_path: Path, tmp_path: Path) -> None:
-    """In a process of its own: what is written beside an array may be found out at its end only."""
+    """Runs in its own process: an overrun of an array may show only at exit."""
     code = f"""
 import numpy as np, llamatap as lt
 with lt.Model({str(tiny_path)!r}) as model, model.context(n_ctx=256, n_threads=1) as context:

@@ -25,7 +25,7 @@ from llamatap._native import _core
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Calls of Python functions, and of the core from them, by name."""
+    """Counts of calls of Python functions, and of the core from them, by name."""
     calls: Counter[str] = Counter()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:

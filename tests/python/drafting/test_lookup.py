@@ -143,7 +143,7 @@ def test_texts_that_grow_shrink_and_end(seed: int, goes_back: bool) -> None:
 
 
 def test_what_was_taken_back_is_forgotten() -> None:
-    """Also where what comes in its place is as long."""
+    """This holds also where the replacement is as long."""
     drafter = lt.NGramDrafter(2, 2, n_max=6)
     drafter.process(lt.Batch.of([1, 2, 3, 4, 5, 6, 7, 8]))
     assert drafter.draft({0: lt.DraftRequest(9, 8, 4)}) == {}
@@ -230,7 +230,7 @@ def test_what_a_function_raises_comes_through() -> None:
 
 
 class Fixed(lt.Drafter):
-    """Drafts what it was made with, and notes what it was told."""
+    """A drafter with fixed drafts that records its calls."""
 
     def __init__(self, drafts: dict[int, list[int]], layers: tuple[lt.LayerId, ...] = (), n_max: Any = 4):
         self.drafts = drafts
@@ -282,7 +282,7 @@ def test_a_chain_whose_first_has_all_asks_no_other() -> None:
 
 
 class Raw(Fixed):
-    """Gives whatever it was made with."""
+    """A function that returns a fixed value."""
 
     def __init__(self, given: Any) -> None:
         super().__init__({})

@@ -21,7 +21,7 @@ def length_of(name: str) -> int:
 def test_every_draft_of_a_loop_is_that_of_the_formulas(
     name: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """However many tokens of the draft before were accepted: none, some or all of them."""
+    """None, some or all tokens of the previous draft were accepted."""
     pair = PAIRS[name](tmp_path)
     with opened(pair) as loop:
         loop.start({0: random_text(rng, 9)})
@@ -36,7 +36,7 @@ def test_every_draft_of_a_loop_is_that_of_the_formulas(
 def test_after_a_draft_that_was_accepted_whole_the_next_is_that_of_a_fresh_context(
     name: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """llama.cpp#22728: the state before the last accepted token must not be left out."""
+    """The state before the last accepted token must not be left out (llama.cpp#22728)."""
     pair = PAIRS[name](tmp_path)
     text = random_text(rng, 6)
     with opened(pair) as loop, opened(pair) as fresh:
@@ -88,7 +88,7 @@ def test_the_order_of_a_batch_changes_no_draft(
 
 @pytest.mark.parametrize("name", EACH)
 def test_a_prompt_in_chunks_is_the_prompt(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
-    """More of it than waits for a first draft, and in ubatches that cut the chunks."""
+    """The prompt is longer than what a drafter holds back for its first draft; ubatches cut the chunks."""
     pair = PAIRS[name](tmp_path)
     text = random_text(rng, 601)
     for chunk in (1, 7, 64, 600):
@@ -140,7 +140,7 @@ def script(loop: Loop, pair: Pair, name: str, rng: np.random.Generator) -> None:
 def test_sequences_drafted_together_are_each_alone(
     name: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """llama.cpp#27572: with two sequences nothing was accepted any more."""
+    """With two sequences nothing was accepted any more (llama.cpp#27572)."""
     pair = PAIRS[name](tmp_path)
     with opened(pair, n_seq_max=4) as loop:
         script(loop, pair, name, rng)
@@ -297,7 +297,7 @@ def test_sequences_that_do_not_fit_into_the_drafts_context_have_no_drafts(
 
 
 def test_drafts_are_owned(tmp_path: Path, rng: np.random.Generator) -> None:
-    """Later drafts, and the end of the context, change nothing in them."""
+    """Later drafts and the end of the context do not change earlier drafts."""
     pair = PAIRS["eagle3"](tmp_path)
     with opened(pair, temperature=1.0) as loop:
         loop.start({0: random_text(rng, 9)})

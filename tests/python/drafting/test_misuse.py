@@ -20,7 +20,7 @@ N_SEQ = 3
 
 
 class Twice(Mapping[int, lt.DraftRequest]):
-    """Requests of which each comes twice, as no dict has them."""
+    """A mapping that gives each request twice, which no dict does."""
 
     def __init__(self, requests: Mapping[int, lt.DraftRequest]) -> None:
         self.requests = requests

@@ -173,7 +173,7 @@ PLAIN: dict[str, Callable[[Path], Path]] = {
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_model_decodes_as_it_does_alone(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
-    """MTP blocks or not, where it is taken as a model."""
+    """The same with and without MTP blocks, where the file is used as a model."""
     path = PLAIN[name](tmp_path / "draft.gguf")
     tokens = random_text(rng, 40)
     batch = lt.Batch()

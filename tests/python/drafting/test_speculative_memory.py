@@ -28,7 +28,7 @@ class Pairs:
         self.logits, self.after = tested.formula(self.tokens, self.states, range(n), 0)
 
     def decode(self, seq: int, start: int = 0, stop: int | None = None) -> None:
-        """These pairs are what the formulas say, given that the ones before are in memory."""
+        """Decode these pairs and check them, given that the pairs before are in memory."""
         rows = slice(start, stop)
         found = self.tested.spec.decode(
             self.tokens[rows],

@@ -206,7 +206,7 @@ def test_weights_that_the_engine_would_not_compute_with_are_refused_by_name(
 
 @pytest.mark.parametrize("before_fc", [False, True])
 def test_what_the_engine_computes_with_is_taken(before_fc: bool, target: Target) -> None:
-    """All weights that there may be, and a setting that is off."""
+    """A file with every optional weight, and a setting that is off."""
     drafters.write_eagle3(target.draft, norm_before_fc=before_fc, n_draft_vocab=100)
     path = rewritten(
         target.draft,
@@ -294,7 +294,7 @@ BLOCKS_ALONE: dict[str, str] = {
 
 @pytest.mark.parametrize("use", BLOCKS_ALONE)
 def test_blocks_alone_are_no_model(use: str, target_file: Path, tmp_path: Path) -> None:
-    """In a process of its own, which must not end."""
+    """Each runs in its own process, which must not abort."""
     draft = drafters.write_mtp_block(tmp_path / "draft.gguf", n_layer=4)
     code = (
         f"{PRELUDE}\ntry:\n    {BLOCKS_ALONE[use]}\nexcept lt.Error as error:\n    print('refused:', error)\n"

@@ -79,7 +79,7 @@ def test_a_real_model_in_float32_writes_the_same_text_with_drafters(
 
 
 def test_a_quantised_model_differs_in_near_ties_alone(smollm2: lt.Model) -> None:
-    """llama.cpp#25618: its kernels round differently for another number of rows."""
+    """Quantised kernels round differently for another number of rows (llama.cpp#25618)."""
     with smollm2.context(n_ctx=1024, n_seq_max=3) as context:
         plain = list(lt.generate(context, PROMPTS, max_tokens=48))
         drafted = list(lt.generate(context, PROMPTS, lt.NGramDrafter(1, 1), max_tokens=48))

@@ -20,7 +20,7 @@ PROMPT = [1, 9, 30, 12, 13]
 
 
 class Seeing(lt.TextDrafter):
-    """Guesses what it was made with, and keeps what it is given."""
+    """A TextDrafter with a fixed guess that records its arguments."""
 
     def __init__(self, guessed: Any) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def test_long_texts_that_grow_and_shrink_are_whole(seed: int) -> None:
 
 
 def test_a_batch_costs_no_more_when_the_text_is_long() -> None:
-    """A copy of it each time would take ten thousand entries' time for one."""
+    """Copying the text for each batch would cost as much as ten thousand entries."""
     drafter = Seeing([])
     drafter.process(lt.Batch.of(range(3, 10_003)))
     array = drafter._texts[0]._room

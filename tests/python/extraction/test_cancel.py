@@ -78,7 +78,7 @@ def test_nothing_is_begun_for_nobody(extractor: lt.Extractor) -> None:
 
 
 def test_it_ends_between_batches(tiny_model: lt.Model) -> None:
-    """Each of two prompts fills a batch, and neither takes so long that anybody would ask in between."""
+    """Each of two prompts fills a batch, too short for `cancelled` to be asked within one."""
     prompts = [[5] * 12, [6] * 12]
     outs = [np.full((12, 1, tiny_model.n_embd), np.nan, np.float32) for _ in prompts]
     with lt.Extractor(tiny_model, **{**EXACT, "n_ubatch": 12}) as extractor:

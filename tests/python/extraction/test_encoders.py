@@ -1,4 +1,4 @@
-"""Encoders against NumPy: which layer is which where blocks are post-norm, and where nothing is cached."""
+"""Encoders against NumPy: layers of post-norm blocks, and models without a KV cache."""
 
 from __future__ import annotations
 

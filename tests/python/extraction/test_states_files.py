@@ -81,7 +81,7 @@ def test_any_json_value_survives(fields: dict[str, Any]) -> None:
 @settings(max_examples=20, derandomize=True, deadline=None, database=None)
 @given(text=st.text(st.characters(codec=None), max_size=8))
 def test_texts_that_are_no_utf8_are_written_too(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The name of a file may be one."""
+    """Names of files may hold such text."""
     path = tmp_path_factory.mktemp("text") / "x.safetensors"
     save_file({"a": np.zeros(1, np.float32)}, path, to_metadata({"model": text + "\udcff", "plain": "a"}))
     assert from_metadata(metadata_of(path)) == {"model": text + "\udcff", "plain": "a"}

@@ -162,7 +162,7 @@ def eagle3(context: lt.Context, folder: Path) -> Any:
 
 
 def chained_mtp(context: lt.Context, folder: Path) -> Any:
-    """No more than its three heads, whatever is chosen."""
+    """Its drafts are at most three tokens long, one for each head."""
     path = drafters.write_mtp_block(folder / "mtp.gguf", n_layer=4, n_nextn=3)
     return lt.MtpDrafter(lt.SpeculativeContext(context, path, n_threads=1), n_max="auto")
 
@@ -183,7 +183,7 @@ def chain(context: lt.Context, folder: Path) -> Any:
 def test_tokens_are_those_without_a_drafter(
     make: Callable[..., Any], sampling: str, tmp_path: Path, tiny_model: lt.Model
 ) -> None:
-    """On the real clock, whatever it makes of the lengths."""
+    """Here the real clock chooses the lengths."""
     prompts = ragged(np.random.default_rng(5), tiny_model.n_vocab, (6, 31, 2, 14))
     expected = [
         by_hand(tiny_model, prompt, 60, seed=seed_of(3, i), **SAMPLING[sampling])

@@ -195,7 +195,7 @@ def test_drafts_longer_than_a_batch_or_its_outputs(
 
 
 def test_a_drafter_of_some_is_as_good_as_one_of_all(known: KnownTexts) -> None:
-    """Sequences may be left out, and be given nothing."""
+    """A drafter may leave sequences out or give them empty drafts."""
 
     class Some(Guessing):
         def draft(self, requests: Mapping[int, lt.DraftRequest]) -> Mapping[int, lt.Draft]:
@@ -212,7 +212,7 @@ def test_a_drafter_of_some_is_as_good_as_one_of_all(known: KnownTexts) -> None:
 
 
 def test_a_drafter_is_told_of_all_that_happens(known: KnownTexts) -> None:
-    """`Guessing` checks that positions go on and that requests follow what stood; the last text is whole."""
+    """`Guessing` checks positions and requests against accepted tokens; the last text is complete."""
     prompt, tokens = known.prompts[2], known.expected["greedy"][2]
 
     class Keeping(Guessing):

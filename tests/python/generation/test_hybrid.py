@@ -124,7 +124,7 @@ def run(target: Target, context: lt.Context, drafter: Any, sampling: str, **opti
 
 @pytest.mark.parametrize(("sampling", "n_seq_max"), [("greedy", 1), ("drawn", 3)])
 def test_tokens_are_those_without_a_drafter(sampling: str, n_seq_max: int, target: Target) -> None:
-    """Drafts of any length, wrong always, often and seldom; several sequences have drafts of their own."""
+    """Drafts of any length that are always, often or seldom wrong, for several sequences."""
     drafters: dict[str, Any] = {
         "none": None,
         "ngram": lt.NGramDrafter(2, 1, n_max=4),
@@ -168,7 +168,7 @@ def test_what_comes_after_a_rejection_is_what_a_fresh_prefill_gives(target: Targ
 
 @pytest.mark.parametrize("n_seq_max", [1, 3])
 def test_a_text_may_end_inside_of_a_draft(n_seq_max: int, target: Target) -> None:
-    """The others go on, and prompts enter in its place."""
+    """The others go on, and waiting prompts take its place."""
     for wrong, places in ((0.05, (6,)), (0.5, (1, 11))):
         for place in places:
             stops = {tokens[place] for tokens in target.expected["greedy"]}

@@ -113,7 +113,7 @@ KINDS: list[Callable[..., lt.Drafter]] = [eagle3, model]
 def test_tokens_are_those_without_a_drafter(
     kind: Callable[..., lt.Drafter], sampling: str, n_seq_max: int, target: Target
 ) -> None:
-    """Alone, and behind another that is often right, so that drafts stand in part."""
+    """The drafter works alone, and behind one that is often right, so that drafts are accepted in part."""
     with target.context(n_seq_max) as context:
         drafter = kind(target, context)
         for one in (drafter, drafter, [target.guessing(sampling, wrong=0.4, longest=4), drafter]):
@@ -125,7 +125,7 @@ def test_tokens_are_those_without_a_drafter(
 
 
 class Telling(Guessing):
-    """Tells distributions with its drafts: most of it on the drafted token."""
+    """A drafter that gives distributions, most of the probability on the drafted token."""
 
     def draft(self, requests: Mapping[int, lt.DraftRequest]) -> Mapping[int, lt.Draft]:
         found = {}

@@ -118,7 +118,7 @@ def test_later_changes_of_the_mapping_change_nothing(tiny_model: lt.Model) -> No
 
 
 def greedily(model: lt.Model, prompt: list[int], count: int, bias: dict[int, float]) -> list[int]:
-    """Argmax of NumPy's, one decode a token."""
+    """Greedy text by NumPy's argmax, one decode a token."""
     found: list[int] = []
     with model.context(n_ctx=512, **EXACT) as context:
         context.decode(lt.Batch.of(prompt))

@@ -182,7 +182,7 @@ def test_other_memories(name: str, tmp_path: Path) -> None:
 def test_logits_of_no_more_rows_than_one_ubatch_are_there_at_once(
     tiny_model: lt.Model, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Never of a whole prompt. Prompts that want no log-probabilities are fed as fast as ever beside them."""
+    """Logits never exist for a whole prompt; prompts without log-probabilities are prefilled as fast as ever."""
     outputs, sizes = [], []
     decode = lt.Context._decode
 
@@ -234,7 +234,7 @@ def test_no_text(tiny_model: lt.Model, prompts: list[list[int]], expected: list[
 
 
 def test_of_a_model(tiny_model: lt.Model, prompts: list[list[int]], expected: list[Rows]) -> None:
-    """Its context is sized to prompts of no text."""
+    """A Model brings a context that is sized to prompts without generated tokens."""
     for one, rows in zip(
         lt.generate(tiny_model, prompts, max_tokens=0, prompt_logprobs=0), expected, strict=True
     ):

@@ -25,7 +25,7 @@ import llamatap as lt
 
 
 def target_distribution(temperature: float = 1.0, top_k: int = 0) -> Array:
-    """By distance from F[t]."""
+    """The target's distribution over the distance from F[t]."""
     weights = np.ones(N)
     weights[0] = math.exp(MARGIN / temperature)
     if top_k == 1:
@@ -174,7 +174,7 @@ def test_a_drafter_that_lies_changes_the_distribution(context: lt.Context) -> No
 
 
 def test_as_much_is_accepted_as_the_rule_says(context: lt.Context) -> None:
-    """Sum of min(p, q) with it, sum of p q by drawing on both sides; and all where q is p."""
+    """The acceptance is sum(min(p, q)) with the rule, and sum(p q) where both sides draw."""
     p = target_distribution()
     q = np.full(N, RARE)
     q[7] = LIKELY
@@ -235,8 +235,10 @@ def test_without_a_temperature_the_tokens_are_the_most_likely(
 
 
 def test_a_token_does_not_depend_on_how_the_one_before_was_drawn(context: lt.Context) -> None:
-    """The first comes of the prompt's pass, the second of the rule: with one number for both, what the first
-    is would tell whether a draft stands."""
+    """The first token comes from the prompt's pass, the second from the rejection rule.
+
+    With one random number for both, the first token would tell whether a draft is accepted.
+    """
     found = lt.generate(context, [[1, 9]] * 3000, Drawing(1), max_tokens=3, seed=1, rejection=True, **OPTIONS)
     pairs = np.array([one.tokens[:2] for one in found])
     favoured = pairs[:, 1] == np.array(G)[pairs[:, 0]]

@@ -170,7 +170,7 @@ def test_the_tables_are_what_they_are_called(
 
 
 def test_ngrams_of_a_text_that_goes_round(tmp_path: Path) -> None:
-    """Ten tokens over and over: a draft is right once the text has come round, or its prompt has."""
+    """Ten tokens over and over: drafts are right once the text or its prompt has repeated."""
     table = cycle()
     table[22] = 13
     path = rigged.write_rigged_model(tmp_path / "round.gguf", table)
@@ -236,7 +236,7 @@ def test_a_draft_leaves_room_for_the_target(rigged_model: lt.Model, tmp_path: Pa
 
 
 def test_every_length_of_acceptance(rigged_model: lt.Model) -> None:
-    """Drafts of 0 to 8 tokens of which the first 0 to 8 stand, each in a round of its own."""
+    """Drafts of 0 to 8 tokens of which the first 0 to 8 are accepted, each in its own round."""
     plan = [(length, right) for length in range(9) for right in range(length + 1)]
 
     class Planned(Noting):

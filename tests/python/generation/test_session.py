@@ -54,7 +54,7 @@ def test_prompts_that_come_at_any_time_are_those_alone(kind: str, n_seq_max: int
 
 
 def test_texts_are_drafted_for_whoever_is_beside_them(workload: Workload) -> None:
-    """Rejection is of the prompt: each draws what it draws alone."""
+    """Rejection is an option of the request: each draws the tokens that it draws alone."""
     prompts = workload.prompts[:4]
     options: dict[str, Any] = {"ignore_eos": True, "max_tokens": 30, "temperature": 0.9}
     with workload.model.context(n_seq_max=4, **CUT) as context:

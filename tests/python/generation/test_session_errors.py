@@ -28,7 +28,7 @@ OPTIONS: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
 
 
 class Failing(Guessing):
-    """Right about the text of a `CheckedContext`, until one of its methods raises, once."""
+    """A drafter that knows the text of a `CheckedContext`; one of its methods raises once."""
 
     def __init__(self, checked: CheckedContext, method: str, countdown: int) -> None:
         super().__init__(checked.model.n_vocab, [[*PROMPT, *checked.expected]], wrong=0.2)
@@ -80,7 +80,7 @@ class Outcome:
 
 
 def drive(session: llamatap.Session, cause: type[BaseException] = LookupError) -> Outcome:
-    """Steps until nothing is left, whatever is raised in them."""
+    """Step until nothing is left, recording what the steps raise."""
     found = Outcome()
     n = session.pending
     while session.pending:
@@ -395,7 +395,7 @@ def test_what_is_closed_says_so(tiny_path: Path) -> None:
 
 
 def test_what_ends_the_block_comes_out(checked: CheckedContext) -> None:
-    """Whatever the tidying raises."""
+    """The error of the block comes out even if closing raises as well."""
 
     class Failing(Noting):
         def reset(self, seq: int) -> None:

@@ -285,7 +285,7 @@ def test_text_streams_are_their_bytes_up_to_the_first_stop(pieces: list[bytes], 
 
 
 def test_drafts_that_are_wrong_stop_where_plain_text_does(models: dict[str, lt.Model]) -> None:
-    """A stop that is drafted, but not said, stops nothing."""
+    """A stop in a rejected draft stops nothing."""
     wrong = wrong_at(F, range(64), by=1)
     for stop in ({"stop": "hi"}, {"stop_tokens": [13]}):
         plain = one(models["endless"], "abc", max_tokens=20, **stop)

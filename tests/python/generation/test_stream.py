@@ -36,7 +36,7 @@ def expected_of(model: lt.Model, prompts: list[list[int]], **sampling: Any) -> l
 def test_events_join_to_the_generations(
     sampling: str, drafted: bool, tiny_model: lt.Model, prompts: list[list[int]]
 ) -> None:
-    """Two at once of three prompts: events of both come by turns, those of one in order."""
+    """Two of three prompts run at once: their events alternate, in order for each."""
     options: dict[str, Any] = {
         "max_tokens": MAX_TOKENS,
         "seed": 5,

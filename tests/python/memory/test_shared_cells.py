@@ -41,7 +41,7 @@ class PlainCache:
     cells: list[Cell] = field(default_factory=list)
 
     def of(self, seq: int) -> list[Cell]:
-        """The cells of a sequence, positions rising."""
+        """The cells of a sequence by rising position."""
         return sorted((one for one in self.cells if seq in one.sequences), key=lambda one: one.position)
 
     def pairs(self, seq: int) -> list[tuple[int, int]]:
@@ -155,7 +155,7 @@ class Walk:
         return int(self.rng.integers(low, high))
 
     def range(self, seq: int) -> tuple[int | None, int | None]:
-        """Often one that cuts the sequence, often an open one."""
+        """A random range: often one that cuts the sequence, often an open one."""
         bounds = sorted(self.number(0, self.plain.last(seq) + 3) for _ in range(2))
         return (
             None if self.rng.random() < 0.3 else bounds[0],

@@ -44,7 +44,7 @@ TEXT = HEAD + '[prompt]\ntemplate = "<{{ prompt }}>"\n'
 
 
 def vendored(name: str) -> Path:
-    """A vocabulary or a template that the engine brings for its own tests."""
+    """The path of a vocabulary or template that the engine brings for its own tests."""
     path = ENGINE_MODELS / name
     if not path.exists():
         pytest.skip(f"{name} is not there; `make test` brings it")

@@ -47,7 +47,7 @@ def options(**more: Any) -> Options:
 
 
 def have_workers(monkeypatch: pytest.MonkeyPatch, before: Before) -> None:
-    """Have workers do something before each part."""
+    """Make workers call a function before each part."""
 
     class Worker(_write._Worker):
         def _compute(self, part: Sequence[Sequence[int]]) -> list[int]:

@@ -92,7 +92,7 @@ def test_a_session_is_lost_whichever_thread_loses_it(context: lt.Context) -> Non
 
 
 def test_a_lost_session_in_a_cycle(context: lt.Context) -> None:
-    """Its own texts' function leads back to it: the collector finds that, with the context still in use."""
+    """The session is in a cycle through `on_states`; the collector frees it while the context is in use."""
 
     class Keeper:
         def __init__(self, context: lt.Context, drafter: lt.Drafter) -> None:

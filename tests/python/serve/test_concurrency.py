@@ -48,7 +48,7 @@ def single(tiny_chat_path: Path) -> Iterator[Running]:
 
 
 async def answer(client: Client, number: int) -> tuple[str, Any]:
-    """The text of one of many clients, and its states if it asked for any."""
+    """The text of one of the clients, and its states if it asked for any."""
     prompt, options, more = MANY[number]
     if number % 4 < 2:
         found = await client.completions.create(model="tiny", prompt=prompt, **options, **more)

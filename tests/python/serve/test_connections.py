@@ -114,7 +114,7 @@ def test_a_body_that_nobody_reads_ends_too(tiny_path: Path) -> None:
 
 
 def reader(server: Running, n_tokens: int) -> socket.socket:
-    """A client that has asked for megabytes and takes little at a time."""
+    """A client that asks for megabytes and reads slowly."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**14)
     client.settimeout(30)
@@ -134,7 +134,7 @@ def test_who_reads_nothing_is_given_up(tiny_path: Path) -> None:
 
 
 def test_a_client_that_pauses_is_the_servers_affair_alone() -> None:
-    """States have no time limit beside --send-timeout, which may be of hours."""
+    """Answers with states have no time limit but --send-timeout, which may be hours."""
 
     async def main() -> list[bytes]:
         loop, sent = asyncio.get_running_loop(), []

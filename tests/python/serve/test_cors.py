@@ -88,7 +88,7 @@ def test_without_the_option_nobody_does(origin: str, tiny_path: Path) -> None:
 
 
 def test_with_a_key(tiny_path: Path) -> None:
-    """A browser asks without it; the page brings it, or reads that it must."""
+    """The browser's preflight comes without the key; the page sends it, or reads the refusal."""
     with running([tiny_options(tiny_path)], ServerOptions(api_key="sesame", cors=(ORIGIN,))) as server:
         assert preflight(server, ORIGIN).status_code == 200
         found = post(server, ORIGIN, Authorization="Bearer sesame")

@@ -1,4 +1,4 @@
-"""A server in its own process, as people run it: many clients, dying clients, SIGTERM under load."""
+"""A server in its own process: many clients, dying clients, SIGTERM under load."""
 
 from __future__ import annotations
 

@@ -306,7 +306,7 @@ def test_layers_by_either_name_make_a_batch() -> None:
 
 @pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
 def test_generations_are_copied_once(dtype: str | None) -> None:
-    """Into memory of their own, which is all that is taken meanwhile."""
+    """The one copy is all the memory that is taken."""
     rows = np.ones((4000, 2, 256), np.float32)
     given = generation(range(1000), range(3000), rows)
     buffer = DataBuffer(dtype=dtype)
@@ -421,7 +421,7 @@ def test_when_training_runs_and_on_what() -> None:
 
 
 def test_numpy_is_enough() -> None:
-    """PyTorch is imported by those alone who import what needs it."""
+    """PyTorch is imported only with the module that needs it."""
     code = "import sys, llamatap.train, llamatap.connectors; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -191,7 +191,7 @@ def test_eagle_loss(
 
 
 def test_a_drafter_learns() -> None:
-    """Tokens and states to the next states: a matrix that makes them is found."""
+    """Training finds the matrix that maps tokens and states to the next states."""
     torch.manual_seed(0)
     rng = np.random.default_rng(5)
     step = np.linalg.qr(rng.standard_normal((16, 16)))[0].astype(np.float32)

@@ -104,7 +104,7 @@ def test_both_sources_give_the_same_samples(
 
 
 def test_the_target_is_what_the_output_head_reads(tiny_model: lt.Model, prompts: list[list[int]]) -> None:
-    """The eagle pairing: after token[t+1], h[t+1] gives the token t+2, which greedy text has next."""
+    """EAGLE's pairing: h[t+1] after token[t+1] gives the token t+2 of the greedy text."""
     buffer = DataBuffer()
     (found,) = lt.generate(
         tiny_model,
@@ -319,7 +319,7 @@ def test_the_document_runs(tiny_model: lt.Model, prompts: list[list[int]]) -> No
 def test_a_written_data_set_is_trained_on(
     tiny_model: lt.Model, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the document's lines, of the layout npy; and what it says of the layout speculators."""
+    """Runs the document's code for the npy layout, and its statement about the speculators layout."""
     monkeypatch.chdir(tmp_path)
     rows = [{"input_ids": one, "loss_mask": [0, 0, *[1] * (len(one) - 2)]} for one in prompts if len(one) > 2]
     dataset.write(tiny_model, rows, "states", dataset.Options(layers=[1, 2], layout="npy"))

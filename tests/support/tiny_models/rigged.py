@@ -184,7 +184,7 @@ def _zeros(columns: int = N_VOCAB) -> NDArray[np.float32]:
 
 
 def _matrix(table: Table) -> NDArray[np.float32]:
-    """e_t to e_table(t)."""
+    """The matrix that maps e_t to e_table(t)."""
     matrix = _zeros()
     matrix[table, np.arange(N_VOCAB)] = 1
     return matrix
