@@ -122,7 +122,7 @@ def faults(model: MeasuredModel) -> list[str]:
         # Rounding grows from block to block, in two runs independently: one draw against another.
         for layer, (found, yard) in enumerate(zip(measured.same.l2, measured.rounding.l2, strict=True)):
             bound(f"entry {layer}, to what rounding does", float(found), 2 * float(yard) + 1e-6)
-        # With the rounding done alike, what is left is what falls to the other side of a step.
+        # With the same rounding on both sides, only values near a rounding step differ.
         bound("worst block", float(measured.blocks.l2.max()), 2 * step)
         bound("median block", float(np.median(measured.blocks.l2)), step / 2)
     return wrong

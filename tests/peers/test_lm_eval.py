@@ -106,8 +106,10 @@ def evaluated(
 
 
 def likelihood(model: lt.Model, before: list[int], tokens: list[int]) -> tuple[float, bool]:
-    """Of tokens after others: the sum of their log-probabilities, and whether they are the greedy ones; of a
-    plain decode whose rows are all outputs."""
+    """The summed log-probability of a continuation, and whether it is the greedy one.
+
+    Both come from a plain decode whose rows are all outputs.
+    """
     batch = lt.Batch()
     for position, token in enumerate([*before, *tokens]):
         batch.add(token, position, 0, True)

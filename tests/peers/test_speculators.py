@@ -33,7 +33,7 @@ def tiny() -> TinyLlama:
 
 @pytest.fixture
 def work(tiny: TinyLlama, tmp_path: Path) -> Path:
-    """What a trainer has: rows of tokens, and the verifier as transformers has it."""
+    """A trainer's folder: rows of tokens, and the verifier as transformers has it."""
     rng = np.random.default_rng(3)
     rows = [rng.integers(3, tiny.n_vocab, length).tolist() for length in rng.integers(3, 120, 32).tolist()]
     work = tmp_path / "work"
@@ -48,7 +48,7 @@ def work(tiny: TinyLlama, tmp_path: Path) -> Path:
 
 
 def trained(what: str, work: Path, tiny: TinyLlama, dtype: str) -> None:
-    """Have the trainer do something with a server of the model."""
+    """Run the trainer against a server of the model."""
     path = tiny.write(work / "tiny.gguf")
     command: list[str | Path] = [
         "--model",
@@ -71,7 +71,7 @@ def trained(what: str, work: Path, tiny: TinyLlama, dtype: str) -> None:
 
 
 def checked(found: Iterator[tuple[list[int], np.ndarray]], tiny: TinyLlama, tolerance: float) -> int:
-    """Compare states with the formula; how many."""
+    """Compare states with the formula. Returns how many there were."""
     n = 0
     for tokens, states in found:
         streams, _, _ = decoder.forward(tiny.shape(), tiny.weights, tiny.entering(np.array(tokens, np.int32)))

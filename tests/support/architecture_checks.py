@@ -1,6 +1,6 @@
-"""What is checked of every architecture, on tiny random models.
+"""Checks of every architecture, on tiny random models.
 
-They are those that the engine's own program writes, and ours (support/tiny_models) of what it cannot write.
+The engine's own program writes most models; support/tiny_models writes those that it cannot.
 
 None of the checks knows how a layer is found: they look at states, weights and logits from outside.
 
@@ -41,14 +41,14 @@ BOUND = 2e-4
 LENGTHS = (7, 33, 20)
 #: Blocks that run several times have no weights of their own to change.
 SHARED_BLOCKS = {"hrm_text"}
-#: What an empty block keeps, because something is divided by it or by what comes of it.
+#: Tensors that an empty block keeps, since something is divided by them or by a result of them.
 DIVISORS = (".act.scales",)
 GATE = ".ffn_gate_inp_shexp.weight"
 
 
 @dataclass
 class Findings:
-    """What one model was found to do."""
+    """Results of the checks of one model."""
 
     arch: str
     nodes: list[str]  # that give H_0..H_n and norm(H_n)
@@ -61,7 +61,7 @@ class Findings:
 
 
 def distance(found: NDArray[np.generic], expected: NDArray[np.generic]) -> float:
-    """The largest difference by the largest value: of each layer on its own, where there are layers."""
+    """The largest difference divided by the largest value, layer by layer where there are layers."""
     a, b = np.asarray(found, np.float64), np.asarray(expected, np.float64)
     assert a.shape == b.shape
     axes = (0, 2) if a.ndim == 3 else None
@@ -105,7 +105,7 @@ class Weights:
 
 
 def check_every_way(model: lt.Model, whole: NDArray[Any], tokens: list[int]) -> None:
-    """In one piece and in pieces, alone and batched, extracted and tapped: the same rows."""
+    """Check that rows are the same in one piece and in chunks, alone and batched, extracted and tapped."""
     layers = all_layers(model)
     assert np.isfinite(whole).all()
     prompts = [tokens[:length] for length in LENGTHS]
@@ -143,7 +143,7 @@ def check_every_way(model: lt.Model, whole: NDArray[Any], tokens: list[int]) -> 
 
 
 def check_hooks(model: lt.Model, whole: NDArray[Any], tokens: list[int]) -> list[bool]:
-    """Hooks give the bits that the callback gives, and in a batch the same rows. Returns which there are."""
+    """Check that hooks give the callback's bits, and the same rows in a batch. Returns which exist."""
     layer_map = model.layer_map
     slots = [slot for slot, hooked in enumerate(layer_map.hooked) if hooked]
     if not slots:
@@ -177,7 +177,7 @@ def check_hooks(model: lt.Model, whole: NDArray[Any], tokens: list[int]) -> list
 
 
 def check_blocks(path: Path, scratch: Path, whole: NDArray[Any], tokens: list[int]) -> bool:
-    """A block changes the states behind it and none before. Returns whether an empty one adds nothing."""
+    """Check that a block changes only the states behind it. Returns whether an empty one adds nothing."""
     with lt.Model(path) as model:
         n_layer = model.n_layer
     residual = True
@@ -216,7 +216,7 @@ def _first(candidates: dict[str, Array], found: NDArray[Any], bound: float = 1e-
 
 
 def what_enters(model: lt.Model, weights: Weights, first: NDArray[Any], tokens: list[int]) -> str:
-    """H_0 from NumPy."""
+    """Name of the formula that gives H_0, computed in NumPy."""
     rows = model.token_embeddings(tokens).astype(np.float64)
     candidates = {"embedding": rows}
     sum_ = "embedding"
@@ -344,7 +344,7 @@ def written_models() -> Iterator[Path]:
 
 
 def entry(path: Path, scratch: Path) -> dict[str, Any]:
-    """What the snapshot holds of one file."""
+    """The snapshot's entry for one file."""
     try:
         return asdict(findings(path, scratch))
     except lt.UnsupportedError as error:
@@ -354,7 +354,7 @@ def entry(path: Path, scratch: Path) -> dict[str, Any]:
 
 
 def entry_of_child(path: Path, scratch: Path) -> dict[str, Any]:
-    """The same from a process of its own, which the engine may abort."""
+    """The same, computed in a child process, since the engine may abort it."""
     command = [
         sys.executable,
         "-m",

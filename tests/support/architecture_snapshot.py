@@ -1,4 +1,4 @@
-"""What was found of every architecture before (tests/data/architectures.json)."""
+"""The committed findings for every architecture (tests/data/architectures.json)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chats of many shapes, in which who says what is told by words that occur nowhere else."""
+"""Chats of many shapes; words that occur nowhere else tell who says what."""
 
 from __future__ import annotations
 

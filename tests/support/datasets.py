@@ -1,4 +1,4 @@
-"""What tests of data sets share: inputs, and data sets compared file by file."""
+"""Helpers of the data set tests: inputs, and comparison of data sets file by file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def read_states(path: Path) -> tuple[NDArray[Any], NDArray[Any], dict[str, str]]
 
 
 def expected_states(tiny: TinyLlama, tokens: list[int], layers: list[int]) -> NDArray[np.float64]:
-    """By NumPy: (n, layers, n_embd)."""
+    """States by NumPy's formulas, (n, layers, n_embd)."""
     streams, _, _ = decoder.forward(tiny.shape(), tiny.weights, tiny.entering(np.array(tokens, np.int32)))
     return np.stack([streams[layer] for layer in layers], 1)
 
@@ -57,7 +57,7 @@ def visible_files(folder: Path) -> list[Path]:
 
 
 def assert_same(found: Path, expected: Path) -> None:
-    """Two data sets hold the same, bit for bit; the order of a safetensors file's metadata aside."""
+    """Assert that two data sets are equal bit for bit, except for the order of safetensors metadata."""
     assert visible_files(found) == visible_files(expected)
     for name in visible_files(expected):
         if name.suffix == ".safetensors":

@@ -1,5 +1,4 @@
-"""Drafters of random weights beside their targets, what the formulas say of them, and loops around them that
-are written by hand."""
+"""Random drafters beside their targets, their oracles, and a hand-written draft loop."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from reference import decoder, dflash, eagle3, mtp, mtp_qwen35
 #: Models as small as these gain nothing from threads, which wait for each other by spinning.
 EXACT: dict[str, Any] = {**EXACT_ANYWHERE, "n_threads": 1}
 
-#: After a text and for a number of tokens: what a drafter drafts, and how likely it finds each.
+#: Text and number of tokens -> the expected draft and its probabilities.
 Oracle: TypeAlias = "Callable[[Sequence[int], int], tuple[list[int], NDArray[np.float64]]]"
 #: </s>, with which a draft ends.
 END = 2
@@ -46,7 +45,7 @@ class Pair:
     oracle: Oracle
 
     def __post_init__(self) -> None:
-        # Texts that come again, in chunks of other sizes or in other company, take as long as before.
+        # Oracles are slow, and tests ask for the same texts repeatedly.
         known = functools.cache(self.oracle)
         object.__setattr__(self, "oracle", lambda text, n: known(tuple(text), n))
 
@@ -66,7 +65,7 @@ def eagle3_oracle(tiny: TinyLlama, weights: eagle3.Weights) -> Oracle:
 
 
 def greedy_oracle(logits_after: Callable[[Sequence[int]], NDArray[np.float64]]) -> Oracle:
-    """Of a language model, which drafts what it would say."""
+    """The oracle of a language model that drafts its own greedy continuation."""
 
     def draft(text: Sequence[int], n: int) -> tuple[list[int], NDArray[np.float64]]:
         found = list(text)
@@ -184,7 +183,7 @@ def add(batch: lt.Batch, entries: Iterable[Entry]) -> lt.Batch:
 
 
 class Loop:
-    """Sequences as a generation has them: of each text, the target has decoded all but the last token."""
+    """A hand-written draft loop; the target has decoded all but the last token of each text."""
 
     def __init__(self, context: lt.Context, drafter: lt.Drafter) -> None:
         self.context = context
@@ -192,7 +191,7 @@ class Loop:
         self.texts: dict[int, list[int]] = {}
 
     def feed(self, entries: Iterable[Entry]) -> None:
-        """Decode a batch of these, and show it to the drafter."""
+        """Decode a batch of these entries and show it to the drafter."""
         self.show(add(lt.Batch(), entries))
 
     def show(self, batch: lt.Batch) -> None:
@@ -220,7 +219,7 @@ class Loop:
         return dict(self.drafter.draft(self.requests(seqs, n)))
 
     def verify(self, drafts: Mapping[int, lt.Draft], rng: np.random.Generator) -> None:
-        """As a target that lets a random number of drafted tokens stand, and then goes on at random."""
+        """Accept a random number of drafted tokens, then go on with a random token, as some target would."""
         entries = []
         for seq, draft in drafts.items():
             text = self.texts[seq]
@@ -261,7 +260,7 @@ def opened(
     kv_unified: bool = True,
     **options: Any,
 ) -> Iterator[Loop]:
-    """A loop of nothing yet.
+    """An empty loop on a pair of models.
 
     :param draft_ctx: n_ctx of the draft; 0 for the target's.
     :param kv_unified: of the target; the draft's follows where it can.
@@ -290,7 +289,7 @@ def random_text(rng: np.random.Generator, length: int, n_vocab: int = drafters.N
 
 
 def assert_drafted(draft: lt.Draft | None, oracle: Oracle, text: Sequence[int], n: int) -> None:
-    """The draft is the oracle's, to the last probability."""
+    """Assert that the draft and its probabilities are the oracle's."""
     tokens, probabilities = oracle(text, n)
     if END in tokens:
         tokens = tokens[: tokens.index(END) + 1]

@@ -28,7 +28,7 @@ PROMPTS = [[1, token] for token in range(3, 23)]
 
 
 def p_value(counts: NDArray[np.int64], expected: Array) -> float:
-    """Of Pearson's test, by Wilson and Hilferty's normal approximation."""
+    """p-value of Pearson's chi-square test, by Wilson and Hilferty's normal approximation."""
     assert counts[expected == 0].sum() == 0
     kept = expected > 0
     wanted = expected[kept] * counts.sum()
@@ -46,7 +46,7 @@ def drawn(q: Array, rng: np.random.Generator, count: int) -> list[int]:
 
 
 class Drawing(lt.Drafter):
-    """Draws drafts from a distribution of its own with numbers of its own, and tells it."""
+    """A drafter that draws from its own distribution with its own random numbers, and reports it."""
 
     def __init__(self, length: int, *, margin: float = MARGIN, tells: str = "the truth") -> None:
         self.length = length

@@ -1,4 +1,4 @@
-"""What tests of generate share: decoding by hand, a user's drafters, models that say what they are told."""
+"""Helpers of the generation tests: hand-written decoding, user-defined drafters, scripted models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 
 
 def seed_of(seed: int, index: int) -> int:
-    """Of the prompt's own random numbers."""
+    """The seed of a prompt's own random numbers."""
     return (seed + index * 0x9E3779B1) % (2**32 - 1)
 
 
@@ -46,7 +46,7 @@ def by_hand(
     options: Mapping[str, Any] | None = None,
     **sampling: Any,
 ) -> list[int]:
-    """One token a decode, chosen by a sampler that has seen the prompt, up to one of ``ends``."""
+    """Generate one token a decode, with a sampler that has seen the prompt, up to one of ``ends``."""
     sampler = lt.Sampler(model, **{"seed": 0, **sampling})
     for token in prompt:
         sampler.accept(int(token))
@@ -69,12 +69,12 @@ def is_empty(context: lt.Context) -> bool:
 
 
 class Noting(lt.Drafter):
-    """Knows the text of each sequence as a drafter is told of it, and checks that nothing is left out."""
+    """A drafter that records the text of each sequence and checks that it is told of every token."""
 
     def __init__(self) -> None:
         self.texts: dict[int, list[int]] = {}
         self.starts: dict[int, int] = {}
-        #: Of each batch, how many entries each sequence had.
+        #: For each batch, the number of entries of each sequence.
         self.batches: list[dict[int, int]] = []
 
     def process(self, batch: lt.Batch) -> None:
@@ -110,7 +110,7 @@ class Noting(lt.Drafter):
 
 
 class Guessing(Noting):
-    """Drafts of random length: the texts that it was told of, with some of the tokens replaced."""
+    """A drafter of random lengths that knows the texts and gets some tokens wrong."""
 
     def __init__(
         self,
@@ -140,20 +140,20 @@ class Guessing(Noting):
         return tokens
 
 
-#: What a `World` goes on from.
+#: The prompt of every `CheckedContext`.
 PROMPT = [5, 6, 7, 8, 9]
 
 
 @dataclass
-class World:
-    """A context in which something goes wrong, and what comes after `PROMPT` when nothing is."""
+class CheckedContext:
+    """A context in which something goes wrong, and the tokens that follow `PROMPT` when nothing does."""
 
     model: lt.Model
     context: lt.Context
     expected: list[int]
 
     def check(self) -> None:
-        """Nothing is left behind, and with drafts and states the tokens are what they should be."""
+        """Check that nothing is left in it, and that it still generates the same, with drafts and states."""
         assert is_empty(self.context)
         assert self.context.tapped is None
         drafter = Guessing(self.model.n_vocab, [[*PROMPT, *self.expected]])
@@ -165,9 +165,9 @@ class World:
 
 
 @contextmanager
-def small_world(path: Path) -> Iterator[World]:
+def checked_context(path: Path) -> Iterator[CheckedContext]:
     with lt.Model(path) as model, model.context(n_ctx=512, n_seq_max=2, **EXACT) as context:
-        yield World(model, context, by_hand(model, PROMPT, 12))
+        yield CheckedContext(model, context, by_hand(model, PROMPT, 12))
 
 
 def scripted(tokens: Sequence[int]) -> TinyLlama:
@@ -191,7 +191,7 @@ def scripted(tokens: Sequence[int]) -> TinyLlama:
 
 
 def nearly(tiny: TinyLlama, path: Path, noise: float = 0.15, seed: int = 9) -> Path:
-    """A file of the model with other weights, close enough to be right about some of its tokens."""
+    """Write the model with noise on its weights, so that it predicts some tokens rightly."""
     rng = np.random.default_rng(seed)
     other = replace(tiny, weights={})
     for name, values in tiny.weights.items():

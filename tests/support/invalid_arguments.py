@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from support.generation import PROMPT, World
+from support.generation import PROMPT, CheckedContext
 
 import llamatap
 
@@ -17,23 +17,23 @@ lt: Any = llamatap
 NAN, INF = float("nan"), float("inf")
 
 
-def with_options(**wrong: Any) -> Callable[[World], Any]:
-    return lambda w: lt.generate(w.context, PROMPT, **{"max_tokens": 3, **wrong})
+def with_options(**wrong: Any) -> Callable[[CheckedContext], Any]:
+    return lambda c: lt.generate(c.context, PROMPT, **{"max_tokens": 3, **wrong})
 
 
-def with_prompts(wrong: Any) -> Callable[[World], Any]:
-    return lambda w: lt.generate(w.context, wrong, max_tokens=3)
+def with_prompts(wrong: Any) -> Callable[[CheckedContext], Any]:
+    return lambda c: lt.generate(c.context, wrong, max_tokens=3)
 
 
-def with_drafter(wrong: Any) -> Callable[[World], Any]:
-    return lambda w: lt.generate(w.context, PROMPT, wrong, max_tokens=3)
+def with_drafter(wrong: Any) -> Callable[[CheckedContext], Any]:
+    return lambda c: lt.generate(c.context, PROMPT, wrong, max_tokens=3)
 
 
-INVALID: dict[str, Callable[[World], Any]] = {
-    "a path for a model": lambda w: lt.generate(w.model.path, PROMPT),
-    "None for a model": lambda w: lt.generate(None, PROMPT),
-    "the core's context": lambda w: lt.generate(w.context.native, PROMPT),
-    "an extractor": lambda w: lt.generate(w.model.extractor, PROMPT),
+INVALID: dict[str, Callable[[CheckedContext], Any]] = {
+    "a path for a model": lambda c: lt.generate(c.model.path, PROMPT),
+    "None for a model": lambda c: lt.generate(None, PROMPT),
+    "the core's context": lambda c: lt.generate(c.context.native, PROMPT),
+    "an extractor": lambda c: lt.generate(c.model.extractor, PROMPT),
     "prompts: None": with_prompts(None),
     "prompts: a number": with_prompts(5),
     "prompts: none": with_prompts([]),
@@ -108,10 +108,10 @@ INVALID: dict[str, Callable[[World], Any]] = {
     "drafter: a number": with_drafter(5),
     "drafter: a text": with_drafter("ngram"),
     "drafter: a path": with_drafter(Path("eagle3.gguf")),
-    "drafter: a model among drafters": lambda w: lt.generate(w.context, PROMPT, [w.model]),
+    "drafter: a model among drafters": lambda c: lt.generate(c.context, PROMPT, [c.model]),
     "drafter: a class": with_drafter(llamatap.NGramDrafter),
     "drafter: no drafters": with_drafter([]),
     "drafter: None among drafters alone": with_drafter([None]),
     "drafter: a number among drafters": with_drafter([llamatap.NGramDrafter(), 5]),
-    "drafter: a model": lambda w: lt.generate(w.context, PROMPT, w.model),
+    "drafter: a model": lambda c: lt.generate(c.context, PROMPT, c.model),
 }

@@ -21,7 +21,7 @@ EXACT: dict[str, Any] = {
 }
 
 
-#: The engine of a Debug build asserts that it meets no NaN, in the middle of its computation.
+#: For tests that compute with NaN: the engine of a Debug build asserts that there is none.
 computes_with_nan = pytest.mark.skipif(
     _core.build_info()["build_type"] == "Debug", reason="a Debug engine asserts that there is no NaN"
 )

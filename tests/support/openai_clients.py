@@ -1,4 +1,4 @@
-"""What tests of the text endpoints share: the real client, and what the package itself generates."""
+"""Helpers of the text endpoint tests: OpenAI's client, and the same text generated in this process."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def client_of(server: Running, key: str = "none") -> Iterator[Client]:
 
 
 def async_client(server: Running) -> Client:
-    """To be used in an ``async with``."""
+    """OpenAI's asynchronous client, for an ``async with``."""
     return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def alone(model: lt.Model, prompts: Any, **options: Any) -> list[lt.Generation]:
-    """What the package generates in a context for itself, one text after another."""
+    """Generate in a context of its own, one text after another."""
     with model.context(n_ctx=2048, n_seq_max=1, **EXACT) as context:
         return list(lt.generate(context, prompts, **options))
 
@@ -40,7 +40,7 @@ def alone(model: lt.Model, prompts: Any, **options: Any) -> list[lt.Generation]:
 def logprobs_by_hand(
     model: lt.Model, prompt: Sequence[int], tokens: Sequence[int]
 ) -> list[NDArray[np.float64]]:
-    """At each token, the log-probabilities of all."""
+    """Log-probabilities of all tokens, at each token."""
     found = []
     with model.context(n_ctx=1024, **EXACT) as context:
         context.decode(lt.Batch.of(list(prompt)))
@@ -62,7 +62,7 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 
 def wait_until_free(server: Running, seconds: float = 5) -> None:
-    """Until no prompt waits and no text goes on."""
+    """Wait until no request waits or is in flight."""
     deadline = time.monotonic() + seconds
     while server.worker.waiting:
         assert time.monotonic() < deadline, f"{server.worker.waiting} prompts are still there"

@@ -1,4 +1,4 @@
-"""A preset of one's own, as text."""
+"""A user's preset, as TOML."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ KEPT = re.compile(
 
 
 def quantise(source: Path, path: Path, kind: gguf.GGMLQuantizationType) -> int:
-    """Writes the file with its matrices quantised by the gguf package; how many they are."""
+    """Write the file with its matrices quantised by the gguf package. Returns how many there are."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
     copy_keys(reader, writer)

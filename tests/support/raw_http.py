@@ -21,7 +21,7 @@ def connect(server: Running) -> socket.socket:
 
 
 def to_the_end(client: socket.socket) -> bytes:
-    """What is received until the server closes the connection."""
+    """The bytes received until the server closes the connection."""
     found = b""
     with contextlib.suppress(ConnectionResetError):
         while piece := client.recv(2**16):

@@ -1,4 +1,4 @@
-"""Sequences with cells of their own (kv_unified=False), which the engine cuts into ubatches its own way."""
+"""Sequences with separate KV caches (kv_unified=False), for which the engine arranges ubatches itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def captured(context: lt.Context, batch: lt.Batch, way: Way) -> NDArray[np.float
 
 
 def token_by_token(model: lt.Model, text: Sequence[int], way: Way, **options: object) -> NDArray[np.float32]:
-    """Each row of a pass of its own, with no other sequence there."""
+    """The rows of a text decoded token by token, with no other sequence present."""
     with model.context(n_ctx=256, **options) as context:  # type: ignore[arg-type]
         rows = [captured(context, lt.Batch.of([token], pos0=at), way) for at, token in enumerate(text)]
     return np.concatenate(rows)
@@ -37,7 +37,7 @@ def check_streams(
     bound: float,
     **options: object,
 ) -> None:
-    """Of texts in one batch every row is the one that it is alone.
+    """Check that every row of texts in one batch equals the row of the text alone.
 
     :param in_turns: a token of each, then the next one of each; else text after text.
     """

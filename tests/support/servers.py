@@ -1,4 +1,4 @@
-"""A real server in a thread, for the tests of what it serves."""
+"""Real servers, in a thread or in a process of their own."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Running:
 
     @property
     def worker(self) -> ModelWorker:
-        """The first model's."""
+        """The worker of the first model."""
         return next(iter(self.state.workers.values()))
 
     def post(self, path: str, status: int = 200, **body: Any) -> Any:
-        """The JSON of an answer with that status."""
+        """Send a request and return the JSON of an answer with that status."""
         response = self.client.post(path, json=body)
         assert response.status_code == status, response.text
         return response.json()
@@ -63,7 +63,7 @@ class Running:
         return self.post("/v1/hidden_states", **{"model": "tiny", **body})
 
     def error(self, path: str, status: int, kind: str, **body: Any) -> str:
-        """The message of an error of that status and type."""
+        """Send a request that fails with that status and type; the error's message."""
         found = self.post(path, status, **body)
         assert set(found) == {"error"}
         assert set(found["error"]) == {"message", "type", "code"}
@@ -104,7 +104,7 @@ def running(
 
 
 def tiny_options(path: Path, **more: Any) -> ModelOptions:
-    """A tiny model under the name ``tiny``."""
+    """Options of a tiny model served as ``tiny``."""
     return ModelOptions(**{"name": "tiny", "path": path, "context": EXACT.copy(), "n_ctx": 2048, **more})
 
 
@@ -118,7 +118,7 @@ class ServerProcess:
 
     @property
     def said(self) -> str:
-        """What it has written to stderr; of one that has ended all of it."""
+        """The stderr so far; all of it once the process has ended."""
         return "".join(self.lines)
 
 
@@ -136,7 +136,7 @@ def server_process(*arguments: str | Path) -> Iterator[ServerProcess]:
                 break
         else:
             pytest.fail("".join(lines))
-        # Nobody waits for the rest: the pipe must not fill.
+        # Keep reading, so that the pipe never fills.
         with ThreadPoolExecutor(1) as reader:
             reading = reader.submit(lines.extend, process.stderr)
             try:
@@ -166,7 +166,7 @@ def metric(url: str, line: str) -> float:
 
 
 class Gate:
-    """Extraction that waits until it is let through."""
+    """Makes extraction wait until the test opens the gate."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()

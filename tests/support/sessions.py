@@ -1,4 +1,4 @@
-"""What tests of sessions share: prompts with options of their own, and what becomes of each alone."""
+"""Helpers of the session tests: prompts with options of their own, and each one's result alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ CUT: dict[str, Any] = {"n_ctx": 1024, "n_ubatch": 16, "n_batch": 32, **EXACT}
 
 
 @dataclass(frozen=True)
-class World:
+class Workload:
+    """A target, drafters for it, and prompts, each with its own options and what it generates alone."""
+
     model: lt.Model
     other: Path
     eagle3: Path
@@ -30,7 +32,7 @@ class World:
     alone: list[lt.Generation]
 
 
-#: Of each prompt its own; states, stops and what is drawn in any company.
+#: Options of each prompt: states, stops and sampling in any combination.
 OPTIONS: list[dict[str, Any]] = [
     {"max_tokens": 30},
     {"max_tokens": 25, "seed": 5, **SAMPLING["drawn"]},
@@ -49,7 +51,7 @@ LENGTHS = (9, 1, 40, 16, 23, 71, 2, 5, 33, 12, 90, 7)
 
 
 @contextmanager
-def session_world(folder: Path) -> Iterator[World]:
+def session_workload(folder: Path) -> Iterator[Workload]:
     tiny = TinyLlama()
     with lt.Model(tiny.write(folder / "target.gguf")) as model:
         prompts = ragged(np.random.default_rng(8), model.n_vocab, LENGTHS)
@@ -65,7 +67,7 @@ def session_world(folder: Path) -> Iterator[World]:
             ]
         assert {one.finish_reason for one in alone} == {"stop", "length"}
         assert 3 < len(alone[0].tokens) < 30
-        yield World(
+        yield Workload(
             model,
             nearly(tiny, folder / "other.gguf", noise=0.05),
             drafters.write_eagle3(folder / "eagle3.gguf"),
@@ -75,24 +77,24 @@ def session_world(folder: Path) -> Iterator[World]:
         )
 
 
-def drafter_of(kind: str, world: World, context: lt.Context) -> Any:
+def drafter_of(kind: str, workload: Workload, context: lt.Context) -> Any:
     if kind == "ngram":
         return lt.NGramDrafter(2, 1)
     if kind == "model":
-        return lt.ModelDrafter(context, world.other, n_max=3)
+        return lt.ModelDrafter(context, workload.other, n_max=3)
     if kind == "guessing":
-        texts = [[*p, *one.tokens.tolist()] for p, one in zip(world.prompts, world.alone, strict=True)]
-        return Guessing(world.model.n_vocab, texts, wrong=0.2)
+        texts = [[*p, *one.tokens.tolist()] for p, one in zip(workload.prompts, workload.alone, strict=True)]
+        return Guessing(workload.model.n_vocab, texts, wrong=0.2)
     if kind == "eagle3":
-        spec = lt.SpeculativeContext(context, world.eagle3, n_threads=1)
-        return [lt.Eagle3Drafter(spec, n_max=3), drafter_of("guessing", world, context)]
+        spec = lt.SpeculativeContext(context, workload.eagle3, n_threads=1)
+        return [lt.Eagle3Drafter(spec, n_max=3), drafter_of("guessing", workload, context)]
     return None
 
 
-def check(world: World, at: int, found: lt.Generation) -> None:
-    """It is the one of a generation for itself; states are those of its whole text extracted afterwards."""
-    options, alone = world.options[at], world.alone[at]
-    assert found.prompt.tolist() == world.prompts[at]
+def check(workload: Workload, at: int, found: lt.Generation) -> None:
+    """Check a generation against the prompt's result alone, and its states against extraction."""
+    options, alone = workload.options[at], workload.alone[at]
+    assert found.prompt.tolist() == workload.prompts[at]
     assert found.tokens.tolist() == alone.tokens.tolist()
     assert (found.text, found.finish_reason) == (alone.text, alone.finish_reason)
     assert (found.logprobs is None) == ("logprobs" not in options)
@@ -101,9 +103,9 @@ def check(world: World, at: int, found: lt.Generation) -> None:
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
         assert [token for token, _ in one.top] == [token for token, _ in other.top]
         assert len(one.top) == options["logprobs"]
-    text = [*world.prompts[at], *found.tokens.tolist()]
+    text = [*workload.prompts[at], *found.tokens.tolist()]
     layers = options.get("layers", -2)
-    with lt.Extractor(world.model, **EXACT) as extractor:
+    with lt.Extractor(workload.model, **EXACT) as extractor:
         expected = extractor(text, layers).array
     n = len(found.tokens)
     wanted = {"full": n, "last": 1}.get(options.get("states", ""))
@@ -119,7 +121,7 @@ def check(world: World, at: int, found: lt.Generation) -> None:
 
 
 def finals(session: lt.Session) -> dict[int, lt.Generation]:
-    """What becomes of all that wait and go on."""
+    """Run a session to its end; the final generations by index."""
     found = {}
     while session.pending:
         for event in session.step():

@@ -1,4 +1,4 @@
-"""Draft contexts of random weights beside their targets, and what the formulas say of them."""
+"""Draft contexts with random weights beside their targets, and their oracles."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ QWEN35: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class World:
-    """A draft context, and what the formulas say of it."""
+class SpecUnderTest:
+    """A draft context and its oracle."""
 
     spec: lt.SpeculativeContext
     formula: Formula
@@ -74,7 +74,7 @@ class World:
 
     @property
     def allowed(self) -> NDArray[np.intp]:
-        """The tokens that it can give."""
+        """The tokens that its head covers."""
         if self.eagle3 is None or self.eagle3.d2t is None:
             return np.arange(drafters.N_VOCAB)
         return self.eagle3.d2t
@@ -83,13 +83,13 @@ class World:
         return rng.standard_normal((n, self.spec.n_state)).astype(np.float32)
 
     def given(self, states: NDArray[np.float32]) -> NDArray[np.float32] | None:
-        """The states as decode takes them: none where they have no width."""
+        """The states as `decode` takes them: None where their width is 0."""
         return states if self.spec.n_state else None
 
     def check(
         self, found: lt.DraftOutput, logits: NDArray[np.float64], after: NDArray[np.float64] | None
     ) -> None:
-        """The output is that of these rows of logits and next states."""
+        """Check that the output has these logits and next states."""
         assert found.logits is not None
         assert found.logits.shape == logits.shape
         others = np.setdiff1d(np.arange(logits.shape[1]), self.allowed)
@@ -120,7 +120,7 @@ def beside(target: Path, draft: Path | None, **options: Any) -> Iterator[lt.Spec
 
 
 @contextmanager
-def eagle3_world(folder: Path, name: str = "plain", **options: Any) -> Iterator[World]:
+def eagle3_spec(folder: Path, name: str = "plain", **options: Any) -> Iterator[SpecUnderTest]:
     target = TinyLlama().write(folder / "target.gguf")
     draft = drafters.write_eagle3(folder / "draft.gguf", **EAGLE3[name])
     weights = eagle3.Weights.read(draft, target)
@@ -130,11 +130,13 @@ def eagle3_world(folder: Path, name: str = "plain", **options: Any) -> Iterator[
         return eagle3.decode(tokens, states, positions, weights)
 
     with beside(target, draft, **options) as spec:
-        yield World(spec, formula, weights)
+        yield SpecUnderTest(spec, formula, weights)
 
 
 @contextmanager
-def mtp_world(folder: Path, name: str = "plain", whole: bool = True, **options: Any) -> Iterator[World]:
+def mtp_spec(
+    folder: Path, name: str = "plain", whole: bool = True, **options: Any
+) -> Iterator[SpecUnderTest]:
     draft = None
     if whole:
         target = file = drafters.write_mimo2(folder / "target.gguf", **MTP[name])
@@ -144,23 +146,27 @@ def mtp_world(folder: Path, name: str = "plain", whole: bool = True, **options: 
         draft = file = drafters.write_mtp_block(folder / "draft.gguf", **{**MTP[name], "n_layer": n_layer})
     weights = mtp.Weights.read(file)
     with beside(target, draft, **options) as spec:
-        yield World(spec, lambda tokens, states, at, head: mtp.decode(tokens, states, at, weights, head))
+        yield SpecUnderTest(
+            spec, lambda tokens, states, at, head: mtp.decode(tokens, states, at, weights, head)
+        )
 
 
 @contextmanager
-def qwen35_world(folder: Path, name: str = "plain", whole: bool = True, **options: Any) -> Iterator[World]:
+def qwen35_spec(
+    folder: Path, name: str = "plain", whole: bool = True, **options: Any
+) -> Iterator[SpecUnderTest]:
     tiny = Qwen35WithMtp(trunk=whole, **QWEN35[name])
     file = tiny.write(folder / "draft.gguf")
     target = file if whole else TinyLlama().write(folder / "target.gguf")
     with beside(target, None if whole else file, **options) as spec:
-        yield World(
+        yield SpecUnderTest(
             spec,
             lambda tokens, states, at, head: mtp_qwen35.decode(tokens, states, tiny.weights, tiny.shape()),
         )
 
 
 @contextmanager
-def model_world(folder: Path, **options: Any) -> Iterator[World]:
+def model_spec(folder: Path, **options: Any) -> Iterator[SpecUnderTest]:
     tiny = TinyLlama(seed=5, n_layer=2)
     draft = tiny.write(folder / "draft.gguf")
 
@@ -169,18 +175,18 @@ def model_world(folder: Path, **options: Any) -> Iterator[World]:
         return decoder.forward(tiny.shape(), tiny.weights, entering)[2], states
 
     with beside(TinyLlama().write(folder / "target.gguf"), draft, **options) as spec:
-        yield World(spec, formula)
+        yield SpecUnderTest(spec, formula)
 
 
 #: One of each kind that decodes pairs, or tokens.
-WORLDS: dict[str, Callable[..., Any]] = {
-    "eagle3": lambda folder, **options: eagle3_world(folder, "all at once", **options),
-    "mtp": mtp_world,
-    "mtp block": lambda folder, **options: mtp_world(folder, "three heads", whole=False, **options),
-    "mtp of qwen35": qwen35_world,
-    "mtp block of qwen35": lambda folder, **options: qwen35_world(folder, whole=False, **options),
-    "model": model_world,
+SPECS: dict[str, Callable[..., Any]] = {
+    "eagle3": lambda folder, **options: eagle3_spec(folder, "all at once", **options),
+    "mtp": mtp_spec,
+    "mtp block": lambda folder, **options: mtp_spec(folder, "three heads", whole=False, **options),
+    "mtp of qwen35": qwen35_spec,
+    "mtp block of qwen35": lambda folder, **options: qwen35_spec(folder, whole=False, **options),
+    "model": model_spec,
 }
-#: Those whose tokens come with states, at positions without a gap. (Where positions have several axes, as in
+#: Kinds whose tokens come with states, at positions without a gap. (Where positions have several axes, as in
 #: qwen35, a picture may lie between two tokens.)
 OF_PAIRS = ("eagle3", "mtp", "mtp block")

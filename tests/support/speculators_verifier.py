@@ -10,7 +10,7 @@ from support.tiny import TinyLlama
 
 
 def write_verifier(folder: Path, tiny: TinyLlama) -> None:
-    """Its configuration, a tokenizer, and the weights that speculators reads: embeddings, norm, head."""
+    """Write a configuration, a tokenizer, and the weights that speculators reads: embeddings, norm, head."""
     folder.mkdir()
     config = {
         "architectures": ["LlamaForCausalLM"],

@@ -1,4 +1,4 @@
-"""What tests of connectors share: samples of small numbers, and processes that put some."""
+"""Helpers of the connector tests: samples of small numbers, and processes that put some."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llamatap.connectors import Stored
 
 
 def values(k: int, n: int = 5, n_layers: int = 3) -> NDArray[np.float32]:
-    """Of the sample k; bfloat16 has them, too."""
+    """The states of sample k, which bfloat16 holds exactly."""
     rows, layers, width = np.ogrid[:n, :n_layers, :4]
     found: NDArray[np.float32] = (10 * k + rows + 0.25 * layers - 0.5 * width).astype(np.float32)
     return found

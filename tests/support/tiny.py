@@ -85,7 +85,7 @@ class TinyLlama:
 
     @property
     def n_blocks(self) -> int:
-        """What the file has: those of the trunk, and others for other uses."""
+        """The number of blocks in the file: the trunk's, and any others."""
         return self.n_layer
 
     @property
@@ -94,7 +94,7 @@ class TinyLlama:
         return self.head_width
 
     def add_keys(self, writer: gguf.GGUFWriter) -> None:
-        """What the architecture's file has beyond these."""
+        """Add the keys that only this architecture has."""
 
     def entering(self, tokens: NDArray[np.int32]) -> NDArray[np.float64]:
         """H_0 of the tokens, (tokens, n_embd)."""
@@ -159,7 +159,7 @@ class TinyLlama:
 
 @dataclass
 class TinyQwen3(TinyLlama):
-    """Heads that are wider together than the stream, and normed."""
+    """A qwen3 model: its heads together are wider than the stream, and normed."""
 
     rope_base: float = 1e6
     eps: float = 1e-6
@@ -174,7 +174,7 @@ class TinyQwen3(TinyLlama):
 
 @dataclass
 class TinyGemma3(TinyQwen3):
-    """Seven blocks: 0..4 and 6 see a window, 5 sees all."""
+    """A gemma3 model of seven blocks: 0..4 and 6 see a window, 5 sees everything."""
 
     n_layer: int = 7
     window: int = 8
@@ -195,7 +195,10 @@ class TinyGemma3(TinyQwen3):
 
 @dataclass
 class TinyQwen35(TinyLlama):
-    """Seven blocks: 2 and 5 attend, the others are gated delta nets with three value heads to a key head."""
+    """A qwen35 model of seven blocks: 2 and 5 attend, the others are gated delta nets.
+
+    These have three value heads to a key head.
+    """
 
     n_layer: int = 7
     rope_base: float = 1e6

@@ -1,4 +1,4 @@
-"""What tests of co-training share: samples of small integers, worked out by hand."""
+"""Helpers of the co-training tests: samples of small integers, worked out by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llamatap.train import DataBuffer, Sample
 
 
 def states(tokens: Sequence[int], layers: int | None = None, dtype: Any = np.float32) -> NDArray[Any]:
-    """Rows that tell what they are of: (11, -11) of the token 11, and of its layer k (11 + 100 k, -11)."""
+    """Rows that name their token and layer: (11, -11) for token 11, (11 + 100 k, -11) for its layer k."""
     one = np.array([[token, -token] for token in tokens], dtype).reshape(-1, 2)
     if layers is None:
         return one
@@ -26,7 +26,7 @@ def states(tokens: Sequence[int], layers: int | None = None, dtype: Any = np.flo
 def sample(
     tokens: Sequence[int], loss_mask: Sequence[int] | None = None, layers: int | None = None, **others: Any
 ) -> Sample:
-    """One that a buffer made."""
+    """A sample made by a buffer."""
     buffer = DataBuffer()
     batch: dict[str, Any] = {"input_ids": list(tokens)}
     if loss_mask is not None:
@@ -40,8 +40,10 @@ def sample(
 def generation(
     prompt: Sequence[int], tokens: Sequence[int], rows: NDArray[Any] | None = None, **others: Any
 ) -> lt.Generation:
-    """One as `lt.generate` makes it with states="full" and prompt_states=True, of the layers 1 and H_4; of
-    all its tokens ``rows``, or those of :func:`states`."""
+    """A generation as `lt.generate` makes it with states="full" and prompt_states=True, of layers 1 and H_4.
+
+    :param rows: the states of all its tokens; those of :func:`states` unless given.
+    """
     if rows is None:
         rows = states([*prompt, *tokens], 2)
     n = len(prompt)

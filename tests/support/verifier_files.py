@@ -1,4 +1,4 @@
-"""A server that leaves files of states for a trainer, and what their reader does."""
+"""Helpers for a server that leaves files of states for a trainer: its options, requests and reader."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def serving(folder: Path, **more: Any) -> ServerOptions:
 
 
 def ask(server: Running, prompt: Any = TOKENS, **more: Any) -> Any:
-    """What speculators asks."""
+    """Send the request that speculators sends."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "return_token_ids": True}
     return server.post("/v1/completions", **{**body, **more})
 
@@ -47,7 +47,7 @@ def is_held(lock: Path) -> bool:
 
 
 def paused_writing(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
-    """Let the writing of files wait: whether one is being written, and what lets them go on."""
+    """Pause the writing of files: one event is set when writing begins, the other resumes it."""
     begun, proceed = threading.Event(), threading.Event()
 
     def slow(*arguments: Any) -> None:
@@ -60,7 +60,7 @@ def paused_writing(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, th
 
 
 def read(answer: Any) -> tuple[NDArray[Any], NDArray[Any], dict[str, str]]:
-    """As its reader does: wait for the lock, remove it, read."""
+    """Read a file as speculators does: wait for the lock, remove it, read."""
     path = named(answer)
     lock = Path(f"{path}.lock")
     with lock.open("r+") as held:

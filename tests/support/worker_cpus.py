@@ -1,4 +1,4 @@
-"""CPUs of this process of tests."""
+"""The CPUs of this test process."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def _own_cpus() -> list[int]:
     return sorted(usable_cpus())
 
 
-#: Chosen before anything counts them.
+#: Taken at the first import, before anything counts CPUs.
 CPUS = _own_cpus()

@@ -47,7 +47,7 @@ NO_CALLS = {
     "llama-cpp-rwkv-world",
     "microsoft-Phi-3.5-mini-instruct",
 }
-#: Which refuse every call, and what they say.
+#: Templates that refuse every call, and their messages.
 REFUSE = {
     "Kimi-K2-Instruct": "append",
     "Kimi-K2-Thinking": "append",
@@ -75,7 +75,7 @@ def conversation(content: Any, arguments: Any) -> list[dict[str, Any]]:
 
 def rendered(name: str, messages: list[dict[str, Any]]) -> str:
     template = (TEMPLATES / f"{name}.jinja").read_text("utf-8")
-    # The date is of no matter.
+    # The date does not matter.
     fixed = {"bos_token": "<s>", "eos_token": "</s>", "strftime_now": lambda format_: "then"}
     return chat_templates.render(template, messages, tools=TOOLS, add_generation_prompt=False, **fixed)
 

@@ -1,4 +1,4 @@
-"""Messages of random JSON: whatever stands where, a caller gets one of the package's errors or a text."""
+"""Messages of random JSON: the result is a text or one of the package's errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import llamatap as lt
 from llamatap.dataset.samples import Preparation, prepare
 
 FOLDER = ENGINE_MODELS / "templates"
-#: Templates that take much of what comes.
+#: Templates that accept many kinds of messages.
 OWN = {
     "plain": "{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}",
     "strings in lists": (
@@ -57,7 +57,7 @@ def deep(levels: int) -> Any:
 
 
 class Odd:
-    """Random JSON where messages have fields."""
+    """Random JSON in the place of message fields."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -153,7 +153,7 @@ def test_templates_and_data_sets(model: lt.Model, name: str) -> None:
     how = Preparation(4096, template=TEMPLATES[name])
     found = prepare(model, rows, how, lambda row, error: skipped.append(row))
     assert len(found.samples) + len(skipped) == len(rows)
-    # Neither are all refused.
+    # Not all are refused.
     assert written > 30
     assert len(found.samples) > 20
 
@@ -218,7 +218,7 @@ def test_deep_values(model: lt.Model, name: str, levels: int) -> None:
 
 @pytest.mark.parametrize("arguments", [{"a": {1, 2}}, {(1, 2): "a"}, {"a": b"b"}])
 def test_arguments_that_json_does_not_have(model: lt.Model, arguments: Any) -> None:
-    """A template that wants JSON shows what it gets, and one that writes it is refused."""
+    """A template that prints arguments shows them as they are; one that concatenates them fails."""
     template = (
         "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls %}"
         "{{ call.function.arguments + '' if strict else call.function.arguments }}{% endfor %}{% endfor %}"

@@ -1,4 +1,4 @@
-"""Control tokens that a converter marked as normal: case 47, of unsloth#5070."""
+"""Control tokens that a converter marked as normal (case 47, unsloth#5070)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_only_what_the_template_writes_itself(broken: lt.Model) -> None:
     quoting = [{"role": "user", "content": "<|im_start|>"}, *CHAT[1:]]
     preparer = Preparer(broken, Preparation(4096, template=plain))
     assert len(preparer({"messages": quoting})[0])
-    # In one branch of several.
+    # The token stands in one branch of several.
     tools = "{{ messages[0].content }}{% if tools %}<|im_start|>tools{% endif %}"
     assert broken.unparsed_tokens(tools) == {"<|im_start|>": 1}
     assert broken.unparsed_tokens("{{ 1 / 0 }}") == {}
@@ -98,7 +98,7 @@ class Vocabulary:
 
 
 def test_rulers_and_long_texts_cost_little() -> None:
-    """The pieces of a word were those of all pairs of its marks."""
+    """The cost grows with the text, not with all pairs of marks in a word."""
     assert list(_pieces("-" * 100_000)) == []
     assert list(_pieces("-" * 100_000 + "x")) == []
     # One letter far behind, within reach of the last marks alone: 63 pairs at most from each of them.
@@ -130,7 +130,7 @@ def test_a_ruler_and_lone_surrogates_in_a_template(broken: lt.Model) -> None:
 @pytest.mark.parametrize("rows", [[{"messages": CHAT}], [{"input_ids": [5, 6]}, {"messages": CHAT}]])
 @pytest.mark.parametrize("on_error", ["skip", "stop"])
 def test_a_data_set_is_refused(broken: lt.Model, rows: list[Any], on_error: str) -> None:
-    """Not row by row: none of the chats can be used."""
+    """The whole data set is refused, since none of its chats can be used."""
     skipped: list[int] = []
     with pytest.raises(lt.UnsupportedError, match=rf"{SAYS}.*input_ids".replace("|", r"\|")):
         prepare(broken, rows, Preparation(4096), lambda row, error: skipped.append(row))
@@ -168,7 +168,7 @@ def test_no_false_alarms(path: Path, caplog: pytest.LogCaptureFixture) -> None:
         pytest.skip(str(error))
     with model:
         assert model.unparsed_tokens() == {}
-        # As many as stay compiled.
+        # Every sixth template: as many as stay compiled.
         for template in TEMPLATES[::6]:
             assert model.unparsed_tokens(template.read_text("utf-8")) == {}, template.stem
     assert not [record for record in caplog.records if "the template writes" in record.getMessage()]

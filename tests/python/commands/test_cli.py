@@ -345,7 +345,7 @@ def test_a_closed_pipe_ends_quietly(command: str, cycle_model: Path) -> None:
             [sys.executable, "-m", "llamatap", *arguments], stdout=writer, stderr=subprocess.PIPE, text=True
         )
         os.close(writer)
-    # Now nobody reads.
+    # Nobody reads the pipe any more.
     _, errors = running.communicate(timeout=120)
     assert errors == ""
     assert running.returncode == 141
@@ -386,7 +386,7 @@ def test_a_terminal_that_lacks_letters_gets_them_escaped(tmp_path: Path) -> None
 def test_threads(
     command: list[str], tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is asked for reaches the context, which has a limit."""
+    """``--threads`` reaches the context, which has a limit."""
     preset = tmp_path / "preset.toml"
     preset.write_text(PRESET.replace("LAYERS", "[-2]"))
     rows = tmp_path / "rows.jsonl"

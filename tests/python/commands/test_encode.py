@@ -117,7 +117,7 @@ def test_mistakes_are_one_line(
 def test_a_prompt_that_was_cut_is_told_of(
     tiny_path: Path, preset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of "<", the prompt, ">" and BOS, eight tokens are kept."""
+    """The template gives BOS, "<", the prompt and ">"; the first eight tokens are kept."""
     out = tmp_path / "x.safetensors"
     for prompt, n, truncated in (("abcde", 8, "false"), ("abcdef", 9, "true")):
         assert main(["encode", str(tiny_path), "--preset", str(preset), prompt, "-o", str(out)]) == 0

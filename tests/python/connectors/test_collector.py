@@ -1,4 +1,4 @@
-"""What is generated, put as it ends: what is dropped, and the data set of what is there."""
+"""Collectors put each generation when it ends: which samples are dropped, and the data set of the rest."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_generations_are_numbered_as_they_end(dtype: str | None, tmp_path: Path)
 
 
 def test_what_has_no_room_is_dropped_and_texts_go_on(name: str, tiny_model: lt.Model) -> None:
-    """An error in on_states ends all texts that are under way."""
+    """Samples without room are dropped: an error in on_states would end all texts in flight."""
     connector = SharedMemoryConnector(name, max_bytes=1)
     collect = Collector(connector)
     mode: dict[str, Any] = {"max_tokens": 5, "ignore_eos": True, "states": "full", "prompt_states": True}
@@ -73,7 +73,7 @@ def test_what_has_no_room_is_dropped_and_texts_go_on(name: str, tiny_model: lt.M
 
 
 def test_what_has_no_room_waits_for_it(name: str) -> None:
-    """A reader deletes a sample while one waits; the next one has nobody to wait for."""
+    """A reader deletes a sample while a put waits for room; the next put waits in vain."""
     connector = room_for(name, 1)
     collect = Collector(connector, wait=60.0)
     collect(generation([1], [2, 3]))
@@ -100,7 +100,7 @@ def test_what_cannot_be_learnt_is_dropped(tmp_path: Path) -> None:
     collect = Collector(connector)
     for one in (
         generation([1], [2, 3], spoilt),
-        # Cancelled before anything was generated; one token, of no prompt.
+        # One text is cancelled before any token; one has a single token and no prompt.
         generation([1, 2], []),
         generation([], []),
         generation([], [1]),
@@ -115,7 +115,7 @@ def test_what_cannot_be_learnt_is_dropped(tmp_path: Path) -> None:
 
 
 def test_other_errors_come_out(tmp_path: Path) -> None:
-    """At the first text: nothing would be collected in all the night."""
+    """They are raised at the first text, before a night passes with nothing collected."""
 
     def fail(*_: Any) -> None:
         raise OSError(errno.EIO, "the disk is broken")

@@ -48,7 +48,7 @@ KINDS = {"float32": (2, 32), "float16": (2, 16), "bfloat16": (4, 16), "int64": (
 
 @pytest.mark.parametrize("dtype", KINDS)
 def test_the_capsule(dtype: str, tmp_path: Path) -> None:
-    """The memory itself, of all dtypes that are read; a part of it with its strides."""
+    """The capsule points at the memory itself, for every dtype, and at a part of it with its strides."""
     array = np.arange(60).reshape(5, 3, 4) if dtype == "int64" else read(tmp_path, dtype)
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
     pointer_of.restype = ctypes.c_void_p
@@ -73,7 +73,7 @@ def test_the_capsule(dtype: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_numpy_takes_it(dtype: str, tmp_path: Path) -> None:
-    """Which has no bfloat16 of its own; the arrays themselves go out to those who know of read-only ones."""
+    """NumPy has no bfloat16; arrays go without a copy to consumers that know read-only memory."""
     array = read(tmp_path, dtype)
     found = np.from_dlpack(DLPackArray(array))
     assert found.dtype == dtype
@@ -96,7 +96,7 @@ def test_pytorch_takes_it(dtype: str, tmp_path: Path) -> None:
     del array, given
     gc.collect()
     assert found.float().tolist() == values(1).tolist()
-    # What is written reaches no other reading.
+    # Writes reach no other reader.
     found.zero_()
     again = FileConnector(tmp_path).get_cached(0)
     assert again is not None

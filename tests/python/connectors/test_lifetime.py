@@ -43,7 +43,7 @@ sys.stdin.readline()
 
 @pytest.mark.parametrize("how", ["return", "sys.exit(1)", "raise ValueError"])
 def test_a_process_that_exits_leaves_nothing(how: str, name: str) -> None:
-    """Whether it succeeds or not; a child that it forked takes nothing with it as it exits."""
+    """A process cleans up whether it succeeds or fails; its forked child removes nothing when it exits."""
     mine = SharedMemoryConnector(name)
     mine.put(states(6), index=3)
     before = names(mine)
@@ -68,7 +68,7 @@ def test_setup_removes_what_killed_ones_left(name: str) -> None:
 
 
 def test_what_a_living_one_puts_in_place_is_not_removed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It puts its sample between another one's look at the dead one's and the removal."""
+    """A living process puts its sample between the look at a dead one's sample and the removal."""
     process, _ = writer(name)
     living, reader = SharedMemoryConnector(name), SharedMemoryConnector(name)
     living.put(states(5), index=8)
@@ -81,7 +81,7 @@ def test_what_a_living_one_puts_in_place_is_not_removed(name: str, monkeypatch: 
         if path.name == "hs_0.safetensors":
             putting.append(threading.Thread(target=living.put, args=(states(7),), kwargs={"index": 0}))
             putting[-1].start()
-            # Without a lock it is done by then.
+            # Without the lock, the removal would be done by now.
             putting[-1].join(0.5)
         return found
 
@@ -105,7 +105,7 @@ print(connector.max_bytes, connector.get_cached(1)["token_ids"].tolist())
 
 
 def test_loaders_workers_have_it(name: str, tmp_path: Path) -> None:
-    """Those that are spawned, as speculators' are; what they put is theirs, and goes with them."""
+    """Spawned workers, like those of speculators, own the samples that they put."""
     connectors: list[Any] = [
         SharedMemoryConnector(name, max_bytes=98765432100),
         FileConnector(tmp_path / "states"),

@@ -1,4 +1,4 @@
-"""States put by one process and read by another."""
+"""Connectors: states put by one process and read by another."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @pytest.fixture
 def name() -> Iterator[str]:
-    """One that nobody else has; what is left of it is removed."""
+    """A name that nobody else uses; whatever is left under it is removed."""
     found = f"test-{uuid.uuid4().hex}"
     yield found
     shutil.rmtree(SharedMemoryConnector(found).folder)
@@ -62,14 +62,14 @@ def test_what_is_put_is_read(dtype: str, connector: Connector) -> None:
     assert connector.put(states(3, kind), index=7, loss_mask=[0, 0, 1, 1, 0]) is not None
     assert first is not None
     assert second is not None
-    # As JSON brings them.
+    # The parameters as they come out of JSON.
     one, other = (connector.get_generated(json.loads(json.dumps(one))) for one in (first, second))
     check(one, 1, dtype=dtype)
     check(other, 2, 1, dtype, [1])
     cached = connector.get_cached(7)
     check(cached, 3, dtype=dtype, mask=[0, 0, 1, 1, 0])
     assert connector.get_cached(6) is None
-    # Put again, it is another one; what was read stays.
+    # A new put makes another sample; the arrays already read stay.
     connector.put(states(4, kind), index=7)
     check(connector.get_cached(7), 4, dtype=dtype)
     check(cached, 3, dtype=dtype, mask=[0, 0, 1, 1, 0])
@@ -83,7 +83,7 @@ def test_what_is_put_is_read(dtype: str, connector: Connector) -> None:
 
 
 def test_nothing_is_copied_on_the_reading_side(connector: Connector) -> None:
-    """What changes in the file is seen in the array, and the other way round it is not."""
+    """A change of the file shows in the array; a change of the array does not reach the file."""
     assert isinstance(connector, FileConnector)
     large = lt.States(
         np.zeros((512, 3, 64), np.float32), np.arange(512, dtype=np.int32), (1, 2, 4), n_layer=4
@@ -193,7 +193,7 @@ def test_what_is_no_sample_is_refused(connector: Connector) -> None:
 
 
 def test_generations_are_put_as_they_end(connector: Connector, tiny_model: lt.Model) -> None:
-    """Prompt and text in one piece; what a forward pass gives of them."""
+    """Prompt and text are one sample, equal to a forward pass."""
     found: list[Any] = []
     with tiny_model.context(n_ctx=256, n_seq_max=2, **EXACT) as context:
         texts = lt.generate(
@@ -231,13 +231,13 @@ def test_two_processes_share_memory(kill: bool, name: str) -> None:
         for one in params[:2]:
             connector.delete(one["handle"])
         assert len(files_of(connector)) == 3
-        # Another writer leaves alone what is of one that lives.
+        # Another writer leaves the samples of a living process alone.
         mine = connector.put(states(5))
         assert len(files_of(connector)) == 4
     finally:
         end(process, kill)
     if kill:
-        # There until the next connector comes, which need not put anything.
+        # They stay until another connector opens, even one that puts nothing.
         check(connector.get_generated(params[2]), 2)
         assert len(files_of(connector)) == 4
         SharedMemoryConnector(name)
@@ -258,7 +258,7 @@ def test_the_memory_has_a_bound(name: str) -> None:
     assert size > 280
     connector = SharedMemoryConnector(name, max_bytes=size + 280)
     second = connector.put(states(2))
-    # What is replaced makes room for what comes.
+    # A replaced sample makes room for the new one.
     connector.put(states(3), index=0)
     with pytest.raises(OSError, match=r"of 280 bytes does not fit: [\d,]+ of max_bytes=") as caught:
         connector.put(states(4))
@@ -278,7 +278,7 @@ def test_the_memory_has_a_bound(name: str) -> None:
 def test_what_a_dead_writer_left_makes_room(name: str) -> None:
     process, _ = writer(name)
     mine = SharedMemoryConnector(name, max_bytes=4600)
-    # From here on this one is a writer: what the other one leaves stays until there is no room.
+    # This process is now a writer; samples left by the other one stay until room is needed.
     mine.put(states(5))
     end(process, kill=True)
     assert len(files_of(mine)) == 6

@@ -75,7 +75,7 @@ def test_memory_does_not_mix_what_is_there_with_what_comes(
             memory.shift(0, 2, 4, -3)
         context.decode(lt.Batch.of([7], pos0=12))
         assert relative(context.logits(), last_logits(tiny_model, [*tokens, 7])) < 1e-5
-        # Into a gap they may go, where all that share them have one.
+        # Positions may move into a gap that all sequences sharing them have.
         memory.remove(0, 4, 8)
         with pytest.raises(lt.InvalidInputError, match="sequence 1 on positions of which others hold some"):
             memory.shift(0, 8, None, -4)

@@ -1,5 +1,6 @@
-"""Contexts, states and weights that do not fit into memory are refused before they are allocated, with both
-numbers. The oracles are the sizes that the engine logs when it allocates, and what formulas give."""
+"""Contexts, states and weights that do not fit into memory are refused before allocation, with both numbers.
+
+Oracles: the sizes that the engine logs when it allocates, and formulas."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from support.datasets import random_rows
 from support.numerics import EXACT, PEAK_MEMORY, random_tokens
 from support.quantisation import quantise
 from support.servers import running, tiny_options
-from support.speculative_contexts import eagle3_world
+from support.speculative_contexts import eagle3_spec
 from support.tiny import TinyLlama
 from support.tiny_models.encoders import bert
 from support.tiny_models.registry import FILES
@@ -42,7 +43,7 @@ Limit = Callable[[float], None]
 
 @pytest.fixture
 def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
-    """Lets a number of bytes be all the memory that is available."""
+    """Set how many bytes of memory appear to be available."""
 
     def set_limit(size: float) -> None:
         monkeypatch.setattr(_system_limits, "available_memory", lambda: max(1, int(size)))
@@ -52,7 +53,7 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
 
 @pytest.fixture
 def allocated(caplog: pytest.LogCaptureFixture) -> Callable[[], float]:
-    """Bytes of the buffers of contexts that the engine says to have made since the last call."""
+    """Bytes of context buffers that the engine has logged since the last call."""
     caplog.set_level(logging.DEBUG, "llamatap")
 
     def told() -> float:
@@ -66,8 +67,10 @@ def allocated(caplog: pytest.LogCaptureFixture) -> Callable[[], float]:
 
 @pytest.fixture
 def noted(caplog: pytest.LogCaptureFixture) -> Callable[[], int]:
-    """Bytes of the notes on the cells of the caches that the engine says to have made; to be asked before
-    `allocated`, which forgets."""
+    """Bytes of cell metadata of the KV caches in the engine's log.
+
+    Call it before `allocated`, which clears the log.
+    """
 
     def told() -> int:
         flush_log()
@@ -78,7 +81,7 @@ def noted(caplog: pytest.LogCaptureFixture) -> Callable[[], int]:
 
 
 def numbers(error: object) -> tuple[float, float]:
-    """What was needed and what was available, as the message says."""
+    """The bytes needed and available, as the message names them."""
     found = re.search(r"([\d.,]+) (MiB|GiB) of memory, and ([\d.,]+) (MiB|GiB) are available", str(error))
     assert found, error
     needed, unit, available, other = found.groups()
@@ -219,8 +222,8 @@ def test_a_file_that_has_gone_is_not_needed(tiny: TinyLlama, tmp_path: Path, lim
 
 
 def test_contexts_that_draft(tmp_path: Path, limit: Limit) -> None:
-    with eagle3_world(tmp_path) as world:
-        target, draft = world.spec.target, world.spec.model
+    with eagle3_spec(tmp_path) as tested:
+        target, draft = tested.spec.target, tested.spec.model
         limit(64 * MIB)
         with pytest.raises(lt.OutOfMemoryError) as caught:
             lt.SpeculativeContext(target, draft, n_ctx=2**20)
@@ -248,7 +251,7 @@ def test_states_beyond_memory(tiny_model: lt.Model, limit: Limit) -> None:
     assert needed == pytest.approx(120 * 500 * width, rel=0.05)
     assert available == 64 * MIB
     assert "60,000 rows" in str(caught.value)
-    # What lies outside of a window takes none, nor do rows that are pooled, nor what the caller brings.
+    # No memory is counted for rows outside a window, for pooled rows, or for the caller's own arrays.
     for fewer in ({"window": (0, 2)}, {"pool": "mean"}):
         with pytest.raises(AssertionError, match="allocated"):
             lt.extract(tiny_model, prompts, [0, 1], **fewer)
@@ -276,14 +279,14 @@ def test_outputs_of_a_decode(smollm2: lt.Model, limit: Limit, rng: np.random.Gen
             context.decode(batch)
         needed, _ = numbers(caught.value)
         assert 700 * smollm2.n_vocab * 4 * 0.7 < needed
-        # Nothing was computed, and what has few outputs is.
+        # Nothing was computed; a batch of few outputs works.
         assert context.memory.last(0) == -1
         context.decode(lt.Batch.of(tokens.tolist()))
         context.memory.clear()
         limit(GIB)
         context.decode(batch)
         context.memory.clear()
-        # The room is there now.
+        # The output buffer is large enough now.
         limit(MIB)
         context.decode(batch)
 
@@ -314,7 +317,7 @@ def test_weights_beyond_memory(smollm2_path: Path, limit: Limit, caplog: pytest.
     needed, available = numbers(caught.value)
     assert needed == pytest.approx(smollm2_path.stat().st_size, rel=0.05)
     assert available == 60 * MIB
-    # Of a mapped file pages can be dropped.
+    # Pages of a mapped file can be dropped.
     with lt.Model(smollm2_path) as model:
         assert "are read from the file again" in caplog.text
         caplog.clear()
@@ -352,7 +355,7 @@ def test_data_sets(tiny_model: lt.Model, tmp_path: Path, limit: Limit) -> None:
     rows = random_rows(3, 200, longest=60)
     options = dataset.Options(layers=[0] * 100, dtype="float32", batch_tokens=1024, queue=3, context=EXACT)
     job = dataset.Job(tiny_model, rows, tmp_path / "out", options)
-    # Of about 3,000 tokens, in batches of up to 1,024; the layout takes one layer more.
+    # About 3,000 tokens in batches of up to 1,024; the layout takes one layer more.
     limit(70 * MIB)
     with pytest.raises(lt.OutOfMemoryError, match=r"tokens, 3 at once \(queue\), take") as caught:
         job.run()
@@ -361,7 +364,7 @@ def test_data_sets(tiny_model: lt.Model, tmp_path: Path, limit: Limit) -> None:
 
 def test_the_server_says_so(tiny_path: Path, limit: Limit) -> None:
     with running([tiny_options(tiny_path, n_ctx=2**17)]) as server:
-        # What was free at the start is not any more.
+        # Less is free now than at the start.
         limit(64 * MIB)
         body = {"model": "tiny", "prompt": "a", "max_tokens": 2}
         message = server.error("/v1/completions", 503, "unavailable_error", **body)
@@ -397,7 +400,7 @@ def test_an_encoder_needs_no_memory_for_texts(tmp_path: Path) -> None:
     bool(_core.build_info()["sanitize"]), reason="AddressSanitizer keeps what was freed, and address space"
 )
 def test_a_limit_of_the_process_itself(tiny_path: Path) -> None:
-    """Not a figure that is made up: of address space the process gets 1 GiB more."""
+    """A real limit: the process may take 1 GiB more of address space."""
     code = f"""
 import json, re, resource
 import llamatap as lt

@@ -1,5 +1,4 @@
-"""Memory and CPU time that a process may take, read from trees that look like /proc and /sys of other
-machines; and the threads that contexts have for it."""
+"""Limits of memory and CPU time, read from mock trees of /proc and /sys; and the default thread count."""
 
 from __future__ import annotations
 
@@ -183,7 +182,7 @@ def test_a_full_cgroup_has_nothing_left(machine: Machine) -> None:
     machine.mount("0::/\n", MOUNT_V2)
     machine.write("sys/fs/cgroup/memory.max", GIB)
     machine.write("sys/fs/cgroup/memory.current", GIB + 4096)
-    # 0 would mean that nobody looks.
+    # 0 would mean that the limit is unknown.
     assert machine.available == 1
 
 
@@ -243,7 +242,7 @@ def _cgroup_for_tests(controller: str) -> Path:
 
 
 def _output_in(folder: Path, code: str) -> str:
-    """What code prints in a process that is in a cgroup."""
+    """The output of a program run inside a cgroup."""
     enter = f"open({str(folder / 'cgroup.procs')!r}, 'w').write('0')\n"
     command = [sys.executable, "-c", enter + code]
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout

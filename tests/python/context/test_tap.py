@@ -77,7 +77,7 @@ def test_rows_and_logits_whatever_the_outputs(
             else:
                 with pytest.raises(lt.InvalidInputError, match="not an output"):
                     context.logits(row)
-        # The memory is complete: what follows is as after an untapped decode.
+        # The KV cache is complete: later tokens are as after an untapped decode.
         for one in (context, untapped):
             one.decode(lt.Batch.of([7], pos0=30))
         assert relative(context.logits(), untapped.logits()) < 1e-5

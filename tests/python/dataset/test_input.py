@@ -1,4 +1,4 @@
-"""What files and folders may be like, and rows that are none."""
+"""Input files and folders of every accepted form, and rows that are not samples."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_reasons_that_are_no_unicode(tiny_model: lt.Model, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("layout", ["speculators", "npy"])
 def test_a_folder_whose_files_were_removed(tiny_model: lt.Model, tmp_path: Path, layout: str) -> None:
-    """What was computed for another data set is not taken, though it is hidden in the folder still."""
+    """States left in the hidden folder by another data set are not reused."""
     folder = tmp_path / "o"
     options: dict[str, Any] = {"layers": [1, 2], "layout": layout, "batch_tokens": 32}
     rng = np.random.default_rng(3)

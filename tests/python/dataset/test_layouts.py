@@ -1,4 +1,4 @@
-"""Layouts and inputs besides those that test_dataset_write.py has."""
+"""Layouts and inputs that test_write.py does not cover."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loss masks over an assistant's turns: what is expected is written out by hand, from the templates' text."""
+"""Loss masks over an assistant's turns; expected masks are written out by hand from the templates' text."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def rendered(template: str, messages: list[dict[str, Any]]) -> tuple[str, list[T
 
 
 def pieces(template: str, messages: list[dict[str, Any]]) -> list[tuple[str, str | None]]:
-    """What is said in each turn, and what ends it."""
+    """The words of each turn, and what ends it."""
     text, turns = rendered(template, messages)
     return [
         (text[turn.start : turn.said], None if turn.end is None else text[turn.said : turn.end])
@@ -104,7 +104,7 @@ END = "<|im_end|>\n"
         ),
         # Earlier thoughts are left out of all but the last turn, which shows in what came before.
         ("LFM2.5-Instruct", THOUGHT, [("Yo", END), ("<think>\nso\n</think>\n\nBye.", END)]),
-        # What the system says is put into the last question.
+        # The template puts the system message into the last question.
         (
             "mistralai-Mistral-Nemo-Instruct-2407",
             [{"role": "system", "content": "Be."}, *PLAIN],
@@ -150,7 +150,7 @@ def test_content_in_parts() -> None:
             "{% if add_generation_prompt %}<a>{% endif %}",
             "message 1: .*earlier messages otherwise",
         ),
-        # It has no prompt, and its last character is not where that would be.
+        # It has no generation prompt, and does not end where one would stand.
         (
             "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}$",
             "message 1: .*earlier messages otherwise",
@@ -201,7 +201,7 @@ def test_turns_of_odd_templates(template: str, expected: list[tuple[str, str]]) 
 @pytest.mark.parametrize(
     ("condition", "first"),
     [
-        # Whether there is a content, which function is called, how a question ends, what the system wants.
+        # Conditions on an empty content, the function called, the end of a question, the system message.
         ("m.role == 'user' and not m.content", {"role": "user", "content": ""}),
         ("m.tool_calls and m.tool_calls[0].function.name == 'f'", TOOLS[1]),
         ("m.content.endswith('/x')", {"role": "user", "content": "Hi /x"}),
@@ -301,7 +301,7 @@ def test_empty_thoughts_that_a_template_adds_do_not_count(qwen: lt.Model) -> Non
     assert (int(mask.sum()), len(tokens)) == (3, 21)
     assert mask.tolist() == [False] * 17 + [True] * 3 + [False]
     assert qwen.detokenize(tokens[mask]) == "import sys<|im_end|>"
-    # Who wants a model to learn when not to think says so.
+    # Training a model on when not to think is an option.
     thinking = Preparer(qwen, Preparation(4096, template=template, supervise_empty_thoughts=True))
     tokens, mask, _ = thinking({"messages": messages})
     assert qwen.detokenize(tokens[mask]) == f"{empty}import sys<|im_end|>"
@@ -329,7 +329,7 @@ def test_turns_are_masked_alike(qwen: lt.Model) -> None:
         # Thoughts that are there count, with what is around them.
         ({"content": "Yo", "reasoning_content": "hm"}, b"<think>\nhm\n</think>\n\nYo<|im_end|>"),
         ({"content": "<think>\nhm\n</think>\n\nYo"}, b"<think>\nhm\n</think>\n\nYo<|im_end|>"),
-        # So does an empty one that the row itself has, but not an empty field.
+        # An empty thought in the row itself counts as well, an empty field does not.
         ({"content": "<think>\n\n</think>\n\nYo"}, b"<think>\n\n</think>\n\nYo<|im_end|>"),
         ({"content": "Yo", "reasoning_content": ""}, b"Yo<|im_end|>"),
         # Blanks are the template's as far as it writes them itself.
@@ -370,7 +370,7 @@ def test_blanks_of_a_vocabulary_of_bytes(tmp_path: Path) -> None:
 
 
 def test_prompts_that_begin_a_thought(smollm2: lt.Model) -> None:
-    # Of "<think>" and "</think>" the first character is the same, the first token is not.
+    # "<think>" and "</think>" share their first character, not their first token.
     template = (
         "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n"
         "{% else %}<|im_start|>assistant\n</think>{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
@@ -393,7 +393,7 @@ def test_prompts_that_begin_a_thought(smollm2: lt.Model) -> None:
     [
         # A number has no mark, and nothing shows where it begins.
         ({"role": "tool", "content": 5}, "message 1: .*later messages change what ends it"),
-        # What the assistant says next does not end what it said before.
+        # The assistant's next message does not end the one before.
         ({"role": "assistant", "content": "a<end>b"}, "no token ends"),
     ],
 )
@@ -409,7 +409,7 @@ def test_turns_that_end_otherwise_than_the_last(following: dict[str, Any], why: 
 
 
 def test_headers_that_no_prompt_ends_with(smollm2: lt.Model) -> None:
-    """What a template writes before an answer is its own, also where it knows no generation prompt."""
+    """A header before an answer belongs to the template, even one without a generation prompt."""
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     messages = [USER, {"role": "assistant", "content": "Yo"}, USER, {"role": "assistant", "content": "Bye"}]
     assert masked(smollm2, messages, template=template) == [b"Yo<|im_end|>", b"Bye<|im_end|>"]
@@ -425,7 +425,7 @@ def test_headers_that_no_prompt_ends_with(smollm2: lt.Model) -> None:
     ],
 )
 def test_nobody_learns_to_say_none(smollm2: lt.Model, content: dict[str, Any], why: str) -> None:
-    """Nor how Python writes a list."""
+    """Neither "None" nor Python's spelling of a list is in a mask."""
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     with pytest.raises(lt.InvalidInputError, match=why):

@@ -48,7 +48,7 @@ class SlowLayout(dataset.LAYOUTS[sys.argv[5]]):
         super().write(*arguments)
 
 _job.Extractor = Slow
-# The disk is slower than computing: several batches wait.
+# The disk is slower than the computation, so several batches wait.
 dataset.LAYOUTS[sys.argv[5]] = SlowLayout
 with lt.Model(sys.argv[1]) as model:
     options = dataset.Options(
@@ -96,7 +96,7 @@ def test_killed_at_any_moment(layout: str, tiny_path: Path, tmp_path: Path) -> N
             assert process.stdout is not None
             lines = [process.stdout.readline() for _ in range(draw.randint(1, 12))]
             time.sleep(draw.random() * 0.01)
-            # It came to its end: the last line is the number of samples written, or there is none.
+            # It finished: the last line is the number of samples written, or there is none.
             if lines[-1] != "computed\n":
                 process.communicate()
                 assert process.returncode == 0
@@ -104,7 +104,7 @@ def test_killed_at_any_moment(layout: str, tiny_path: Path, tmp_path: Path) -> N
             process.kill()
         n_kills += 1
         there = inodes()
-        # What was there stays, and was not written again.
+        # Existing files stay and were not written again.
         assert there.items() >= known.items()
         known = there
     assert n_kills > 3
@@ -165,7 +165,7 @@ def test_what_was_computed_is_written_by_the_next_run(
 def test_a_worker_leaves_to_others_what_they_computed(
     tiny_model: lt.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They may be alive, and writing it at this moment."""
+    """Other workers may be alive and still writing."""
     rows = random_rows(14, 30)
     layout = dataset.LAYOUTS["speculators"]
     folder = tmp_path / "o"
@@ -233,7 +233,7 @@ def test_resume_takes_the_same_alone(
     before = visible_files(tmp_path / "o")
     with pytest.raises(lt.InvalidInputError, match=named) as caught:
         dataset.write(tiny_model, rows, tmp_path / "o", Options(**{**options, "resume": True, **change}))
-    # What the hash is of is told where it differs.
+    # Where the hash differs, the error says what it is of.
     assert ("samples_sha256 is of" in str(caught.value)) == ("samples_sha256 is '" in str(caught.value))
     assert visible_files(tmp_path / "o") == before
 
@@ -266,7 +266,7 @@ def test_resume_of_another_model_or_input(tiny_model: lt.Model, tmp_path: Path) 
     assert 0 < report.n_written < 30
     dataset.write(tiny_model, rows, tmp_path / "calm", options)
     assert_same(tmp_path / "o", tmp_path / "calm")
-    # There is nothing left to do.
+    # Nothing is left to do.
     assert dataset.write(tiny_model, rows, tmp_path / "o", resumed).n_written == 0
     # Files that were removed or cut since are written again.
     states = tmp_path / "o" / "hidden_states"
@@ -298,7 +298,7 @@ def test_a_file_cut_short_is_written_again(tiny_model: lt.Model, tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def spoilt(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lt.Model]:
-    """A model whose token 255 is no number."""
+    """A model whose embedding of token 255 is NaN."""
     tiny = TinyLlama()
     tiny.weights["token_embd.weight"][255] = np.nan
     with lt.Model(tiny.write(tmp_path_factory.mktemp("nan") / "nan.gguf")) as model:
@@ -349,7 +349,7 @@ def test_moving_files_may_be_interrupted(
 
     def failing(self: Path, target: Path) -> Path:
         nonlocal moves
-        # What is written comes from a folder of its own.
+        # Files are written in a folder of their own first.
         if self.name.startswith("hs_") and not self.parent.name.startswith("."):
             moves += 1
             if moves in (2, 4):

@@ -1,4 +1,4 @@
-"""Folders that the real `datasets` library saved; it is where `nox -s train` installs it."""
+"""Folders saved by the real `datasets` library, which `nox -s train` installs."""
 
 from __future__ import annotations
 

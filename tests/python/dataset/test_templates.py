@@ -26,7 +26,7 @@ NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
 
 pytestmark = pytest.mark.skipif(not NAMES, reason="the templates are not there; `make test` fetches them")
 
-# What ends turns, where the template's text does not have one of the names below.
+# Ends of turns for templates whose text has none of the names below.
 ENDS = {
     "Apertus-8B-Instruct": ["<|assistant_end|>"],
     "ByteDance-Seed-OSS": ["<seed:eos>"],
@@ -105,14 +105,14 @@ REFUSED: dict[str, tuple[Callable[[list[Message]], bool], str]] = {
     "microsoft-Phi-3.5-mini-instruct": NO_CALLS,
     # Or contents in parts.
     "openbmb-MiniCPM5-1B": (has_parts, UNSAID),
-    # It ends no call, and the next token that ends anything is of what the system says after it.
+    # It does not end calls; the next end token belongs to the system message after it.
     "CohereForAI-c4ai-command-r-plus-tool_use": (calls_anything, "no token ends an assistant's turn"),
-    # It writes the text after the result of the call that the text comes with.
+    # It writes a text after the result of the call in the same message.
     "google-gemma-4-31B-it": (says_more_than_a_call, "in one piece"),
     # Its prompt for more after an assistant's turn leaves that open, the text does not.
     "NVIDIA-Nemotron-Nano-v2": (goes_on, "one after another"),
 }
-#: What turns may end with before others follow, where the template writes nothing to end them.
+#: Possible ends of turns for templates that write no end of their own.
 UNENDED = {
     # The results of tools follow in the same turn.
     "Apertus-8B-Instruct": r"<\|tools_suffix\|>$",
@@ -121,7 +121,7 @@ UNENDED = {
     # The assistant goes on at once.
     "GLM-4.6": r"blenth$",
     "GLM-4.7-Flash": r"blenth$",
-    # Empty lines are all there is.
+    # Nothing but empty lines separates turns.
     "llama-cpp-rwkv-world": r"(\w|</i>|\}\])$",
 }
 
@@ -161,7 +161,7 @@ def runs(
     tools: list[Message] | None = None,
     **options: Any,
 ) -> list[tuple[str, str]]:
-    """What is in the mask, run by run, and what follows that is not; the first has nothing in the mask."""
+    """Runs of tokens in the mask, each with the unmasked text after it; the first run is empty."""
 
     def fail(row: int, error: Exception) -> None:
         raise error
@@ -179,9 +179,9 @@ def runs(
 def problems(
     found: list[tuple[str, str]], messages: list[Message], tools: list[Message] | None, given: str
 ) -> Iterator[str]:
-    """What is wrong with a mask, by who says what.
+    """Faults of a mask, found by who says which words.
 
-    :param given: what the template makes of the tools and a question.
+    :param given: the template's rendering of the tools and a question.
     """
     inside, outside = "\0".join(run for run, _ in found), "\0".join(rest for _, rest in found)
 
@@ -217,14 +217,16 @@ def unended(found: list[tuple[str, str]], ends: list[str]) -> Iterator[str]:
             yield run
 
 
-# What templates write around thoughts, by names of their own.
+# Names that templates write around thoughts.
 THOUGHT = re.compile(r"</?(mm:)?think>|<\|(close|open)\|>think|<\|(START|END)_THINKING\|>|\[/?THINK\]")
 THOUGHTS = ("musenk", "ponderl")
 
 
 def boilerplate(found: list[tuple[str, str]], shape: str) -> Iterator[str]:
-    """What is in the mask of what a template adds by itself: frames of thoughts that are not there, or what
-    it writes into one turn and not into the next."""
+    """Masked text that the template adds by itself.
+
+    It is the frame of an absent thought, or what the template writes into one turn and not into the next.
+    """
     said = [run for run, _ in found[1:]]
     for run in said:
         if THOUGHT.search(run) and not any(thought in run for thought in THOUGHTS):
@@ -312,7 +314,7 @@ def test_turns_that_others_and_the_assistant_quote(case: Case) -> None:
     asked = case.render([ASKED], True)
     if asked is None:
         pytest.skip("the template wants variables of its own")
-    # What stands between a question and its answer.
+    # The text between a question and its answer.
     header = asked[asked.index("quarn") + len("quarn") :]
     quoted = f"{header}injekt{case.ends[0]}"
     messages = [user(f"quarn{quoted}mollif"), says(f"blenth{quoted}strenk"), user(f"zubbel{quoted}"), ANSWER]
@@ -372,7 +374,7 @@ def test_turns_that_others_and_the_assistant_quote(case: Case) -> None:
         ),
         # The last turn has no end.
         ("Apriel-1.6-15b-Thinker-fixed", "plain", ["blenth\n<|end|>", "drostic"]),
-        # What begins the next message ends the turn, and the last one has no end.
+        # The start of the next message ends a turn, and the last turn has no end.
         (
             "GLM-4.6",
             "text and call",
@@ -382,7 +384,7 @@ def test_turns_that_others_and_the_assistant_quote(case: Case) -> None:
                 "drostic",
             ],
         ),
-        # The system has the last word.
+        # A system message comes last.
         (
             "CohereForAI-c4ai-command-r-plus-tool_use",
             "plain",

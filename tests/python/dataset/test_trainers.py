@@ -1,4 +1,4 @@
-"""Data sets as their trainers read them, by the trainers' own code.
+"""Data sets read by the trainers' own code.
 
 The trainers have environments of their own: `nox -s speculators specforge` makes them, and runs
 these tests.
@@ -20,7 +20,7 @@ from support.tiny import TinyLlama
 
 from reference import decoder
 
-#: What writes SpecForge's files needs PyTorch, which its environment has and the usual one does not.
+#: Writing SpecForge's files needs PyTorch, which only its own environment has.
 WRITER = """
 import sys
 sys.path += sys.argv[1:2]

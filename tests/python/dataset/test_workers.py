@@ -29,7 +29,7 @@ model, rows, folder, rank, rounds, meeting, layout = sys.argv[1:]
 rank, meeting = int(rank), Path(meeting)
 
 def meet(name):
-    # The other one is waited for, so that both go on at the same moment.
+    # Wait for the other worker, so that both go on at the same moment.
     (meeting / f"{name}-{rank}").touch()
     until = time.monotonic() + 300
     while not (meeting / f"{name}-{1 - rank}").exists():

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from support.numerics import EXACT
-from support.tiny import TinyLlama
 from support.tiny_models import drafters, rigged
 from support.tiny_models.block_drafters import write_dflash, write_rigged_dspark
 from support.tiny_models.rigged import by_token, cycle, simulate, wrong_at
@@ -19,11 +18,6 @@ import llamatap as lt
 from reference import dflash
 
 F = cycle()
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return TinyLlama().write(tmp_path_factory.mktemp("blocks") / "target.gguf")
 
 
 @pytest.mark.parametrize(
@@ -41,14 +35,14 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=str,
 )
 def test_drafts_of_several_sequences_are_the_formulas(
-    options: dict[str, Any], target: Path, tmp_path: Path, rng: np.random.Generator
+    options: dict[str, Any], tiny_path: Path, tmp_path: Path, rng: np.random.Generator
 ) -> None:
     """Prompts of different length, more tokens than a ubatch; then rounds with a part of each draft
     accepted."""
     path = write_dflash(tmp_path / "draft.gguf", **options)
-    weights = dflash.Weights.read(path, target)
+    weights = dflash.Weights.read(path, tiny_path)
     texts = {seq: rng.integers(3, 250, 20 + 19 * seq).tolist() for seq in range(3)}
-    with lt.Model(target) as model, model.context(n_ctx=512, n_seq_max=3, **EXACT) as context:
+    with lt.Model(tiny_path) as model, model.context(n_ctx=512, n_seq_max=3, **EXACT) as context:
         spec = lt.SpeculativeContext(context, path, n_ubatch=16, **EXACT)
         drafter = lt.DFlashDrafter(spec, n_max=5)
         features: dict[int, Any] = {}
@@ -88,10 +82,10 @@ def test_drafts_of_several_sequences_are_the_formulas(
                 pending = {seq: [last[seq], *drafts[seq].tokens.tolist()] for seq in texts}
 
 
-def test_the_confidence_head_ends_a_draft(target: Path, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_the_confidence_head_ends_a_draft(tiny_path: Path, tmp_path: Path, rng: np.random.Generator) -> None:
     path = write_dflash(tmp_path / "draft.gguf", markov=8, confidence=True, block_size=6)
-    weights = dflash.Weights.read(path, target)
-    with lt.Model(target) as model, model.context(n_ctx=256, **EXACT) as context:
+    weights = dflash.Weights.read(path, tiny_path)
+    with lt.Model(tiny_path) as model, model.context(n_ctx=256, **EXACT) as context:
         spec = lt.SpeculativeContext(context, path, **EXACT)
         lengths = set()
         for _ in range(12):
@@ -115,13 +109,13 @@ def test_the_confidence_head_ends_a_draft(target: Path, tmp_path: Path, rng: np.
 
 @pytest.mark.parametrize("options", [{}, {"markov": 8}], ids=["dflash", "dspark"])
 def test_sequences_of_a_target_with_a_memory_for_each(
-    options: dict[str, Any], target: Path, tmp_path: Path, rng: np.random.Generator
+    options: dict[str, Any], tiny_path: Path, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """The engine computes a block of several sequences at once in one memory for all."""
+    """The target has a KV cache for each sequence; the engine computes their blocks in a shared one."""
     path = write_dflash(tmp_path / "draft.gguf", **options)
     prompts = [rng.integers(3, 250, n).tolist() for n in (5, 40, 12)]
     with (
-        lt.Model(target) as model,
+        lt.Model(tiny_path) as model,
         model.context(n_ctx=768, n_seq_max=3, kv_unified=False, **EXACT) as context,
     ):
         plain = [one.tokens.tolist() for one in lt.generate(context, prompts, max_tokens=20)]
@@ -131,11 +125,11 @@ def test_sequences_of_a_target_with_a_memory_for_each(
         assert all(one.stats.drafted > 20 for one in found)
 
 
-def test_features_are_encoded_or_refused(target: Path, tmp_path: Path) -> None:
-    """In a process of its own: what is written beside an array may be found out at its end only."""
+def test_features_are_encoded_or_refused(tiny_path: Path, tmp_path: Path) -> None:
+    """Runs in its own process: an overrun of an array may show only at exit."""
     code = f"""
 import numpy as np, llamatap as lt
-with lt.Model({str(target)!r}) as model, model.context(n_ctx=256, n_threads=1) as context:
+with lt.Model({str(tiny_path)!r}) as model, model.context(n_ctx=256, n_threads=1) as context:
     spec = lt.SpeculativeContext(context, {str(write_dflash(tmp_path / "draft.gguf"))!r}, n_threads=1)
     for _ in range(9):
         features = np.ones((2000, spec.n_features), np.float32)
@@ -168,8 +162,8 @@ def test_rigged_drafts_are_accepted_as_simulated(wrong: list[int], n_max: int, t
             assert found.stats.accepted == expected.n_accepted
 
 
-def test_files_that_do_not_fit_are_refused(target: Path, tmp_path: Path) -> None:
-    with lt.Model(target) as model, model.context(n_ctx=256) as context:
+def test_files_that_do_not_fit_are_refused(tiny_path: Path, tmp_path: Path) -> None:
+    with lt.Model(tiny_path) as model, model.context(n_ctx=256) as context:
         no_mask = write_dflash(tmp_path / "no-mask.gguf", mask=None)
         with pytest.raises(lt.InvalidInputError, match="mask"):
             lt.SpeculativeContext(context, no_mask)

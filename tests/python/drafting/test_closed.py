@@ -1,4 +1,4 @@
-"""A draft context that was closed has given its memory back, and its drafters say so."""
+"""A closed draft context has freed its memory, and its drafters say that it is closed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def resident():
 drafters = []
 
 def grown():
-    # While it is open.
+    # Growth while the draft context is open, and what is left of it.
     before = resident()
     spec = lt.SpeculativeContext(context, sys.argv[2], n_ctx=2**18, n_threads=1)
     drafters.append(lt.load_drafter(context, spec))

@@ -1,4 +1,4 @@
-"""Making drafters: what each takes, what it refuses, and what it then says of itself."""
+"""Constructing drafters: arguments that are taken or refused, and the attributes of the result."""
 
 from __future__ import annotations
 
@@ -17,23 +17,18 @@ import llamatap as lt
 
 
 @pytest.fixture
-def target(tmp_path: Path) -> Path:
-    return TinyLlama().write(tmp_path / "target.gguf")
-
-
-@pytest.fixture
 def eagle3(tmp_path: Path) -> Path:
     return drafters.write_eagle3(tmp_path / "eagle3.gguf")
 
 
-def test_a_draft_context_of_another_target_is_refused(target: Path, eagle3: Path) -> None:
+def test_a_draft_context_of_another_target_is_refused(tiny_path: Path, eagle3: Path) -> None:
     with (
-        lt.Model(target) as model,
+        lt.Model(tiny_path) as model,
         model.context(n_ctx=256, **EXACT) as context,
         model.context(n_ctx=256, **EXACT) as other,
     ):
         block = lt.SpeculativeContext(other, eagle3)
-        plain = lt.SpeculativeContext(other, target)
+        plain = lt.SpeculativeContext(other, tiny_path)
         makers: list[Callable[[lt.Context], lt.Drafter]] = [
             lambda one: lt.load_drafter(one, block),
             lambda one: lt.load_drafter(one, plain),
@@ -45,13 +40,13 @@ def test_a_draft_context_of_another_target_is_refused(target: Path, eagle3: Path
             make(other)
 
 
-def test_a_model_drafter_takes_a_draft_context_as_the_others_do(target: Path, eagle3: Path) -> None:
-    with lt.Model(target) as model, model.context(n_ctx=256, **EXACT) as context:
-        spec = lt.SpeculativeContext(context, target)
+def test_a_model_drafter_takes_a_draft_context_as_the_others_do(tiny_path: Path, eagle3: Path) -> None:
+    with lt.Model(tiny_path) as model, model.context(n_ctx=256, **EXACT) as context:
+        spec = lt.SpeculativeContext(context, tiny_path)
         for drafter in (
             lt.ModelDrafter(spec, n_max=3),
             lt.ModelDrafter(context, spec, n_max=3),
-            lt.ModelDrafter(context, target, n_max=3),
+            lt.ModelDrafter(context, tiny_path, n_max=3),
             lt.ModelDrafter(context, model, n_max=3),
         ):
             assert (drafter.kind, drafter.n_max, drafter.spec.kind) == ("model", 3, "model")
@@ -60,7 +55,7 @@ def test_a_model_drafter_takes_a_draft_context_as_the_others_do(target: Path, ea
             lambda: lt.ModelDrafter(context),
             lambda: lt.ModelDrafter(model),  # type: ignore[arg-type]
             lambda: lt.ModelDrafter(spec, spec),
-            lambda: lt.ModelDrafter(target, spec),  # type: ignore[arg-type]
+            lambda: lt.ModelDrafter(tiny_path, spec),  # type: ignore[arg-type]
             lambda: lt.load_drafter(spec, spec),  # type: ignore[arg-type]
         ]
         for make in wrong:
@@ -83,8 +78,8 @@ def test_a_target_whose_blocks_were_not_loaded_is_not_its_own_drafter(tmp_path: 
         assert isinstance(lt.load_drafter(context, path), lt.MtpDrafter)
 
 
-def test_n_max_is_fixed_when_a_drafter_is_made(target: Path, eagle3: Path) -> None:
-    with lt.Model(target) as model, model.context(n_ctx=256, **EXACT) as context:
+def test_n_max_is_fixed_when_a_drafter_is_made(tiny_path: Path, eagle3: Path) -> None:
+    with lt.Model(tiny_path) as model, model.context(n_ctx=256, **EXACT) as context:
         spec = lt.SpeculativeContext(context, eagle3)
         for drafter in (lt.NGramDrafter(n_max=3), lt.Eagle3Drafter(spec, n_max=3)):
             with pytest.raises(AttributeError):
@@ -92,8 +87,8 @@ def test_n_max_is_fixed_when_a_drafter_is_made(target: Path, eagle3: Path) -> No
             assert drafter.n_max == 3
 
 
-def test_a_drafter_says_whether_it_draws(target: Path, eagle3: Path) -> None:
-    with lt.Model(target) as model, model.context(n_ctx=256, **EXACT) as context:
+def test_a_drafter_says_whether_it_draws(tiny_path: Path, eagle3: Path) -> None:
+    with lt.Model(tiny_path) as model, model.context(n_ctx=256, **EXACT) as context:
         spec = lt.SpeculativeContext(context, eagle3)
         greedy, drawing = lt.Eagle3Drafter(spec), lt.Eagle3Drafter(spec, temperature=0.5)
         assert not greedy.draws
@@ -103,26 +98,28 @@ def test_a_drafter_says_whether_it_draws(target: Path, eagle3: Path) -> None:
         assert lt.DrafterChain(drawing, drawing).draws
 
 
-def test_a_draft_has_the_targets_threads(target: Path, eagle3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_has_the_targets_threads(
+    tiny_path: Path, eagle3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("llamatap.context.default_threads", lambda: 600)
     with (
-        lt.Model(target) as model,
+        lt.Model(tiny_path) as model,
         model.context(n_ctx=256, n_threads=1) as context,
         lt.SpeculativeContext(context, eagle3) as spec,
     ):
         assert spec.n_threads == 1
     monkeypatch.setattr("llamatap.context.default_threads", lambda: 1)
     with (
-        lt.Model(target) as model,
+        lt.Model(tiny_path) as model,
         model.context(n_ctx=256) as context,
         lt.SpeculativeContext(context, eagle3) as spec,
     ):
         assert (context.n_threads, spec.n_threads) == (1, 1)
 
 
-def test_a_block_file_decodes_no_pairs_and_says_so(target: Path, tmp_path: Path) -> None:
+def test_a_block_file_decodes_no_pairs_and_says_so(tiny_path: Path, tmp_path: Path) -> None:
     path = write_dflash(tmp_path / "block.gguf", block_size=6)
-    with lt.Model(target) as model, model.context(n_ctx=256, **EXACT) as context:
+    with lt.Model(tiny_path) as model, model.context(n_ctx=256, **EXACT) as context:
         spec = lt.SpeculativeContext(context, path)
         features = np.zeros((2, spec.n_features), np.float32)
         for states in (features, None):
@@ -132,11 +129,11 @@ def test_a_block_file_decodes_no_pairs_and_says_so(target: Path, tmp_path: Path)
             spec.encode(features)
         assert spec.block_size == 6
         assert lt.DFlashDrafter(spec, n_max=9).n_max == 5
-        assert lt.SpeculativeContext(context, target).block_size is None
+        assert lt.SpeculativeContext(context, tiny_path).block_size is None
 
 
-def test_logits_are_of_the_drafts_vocabulary(target: Path, tmp_path: Path) -> None:
-    """Of EAGLE-3 with fewer tokens, by the target's ids; of a plain model, with its padding."""
+def test_logits_are_of_the_drafts_vocabulary(tiny_path: Path, tmp_path: Path) -> None:
+    """Logits of a smaller EAGLE-3 vocabulary come by the target's ids; those of a model keep its padding."""
     small = drafters.write_eagle3(tmp_path / "small.gguf", n_draft_vocab=100)
     vocabulary = drafters.Vocabulary((*drafters.BYTES.tokens, "<pad0>", "<pad1>"))
     tensors: drafters.Tensors = {**TinyLlama().weights}
@@ -144,7 +141,7 @@ def test_logits_are_of_the_drafts_vocabulary(target: Path, tmp_path: Path) -> No
         tensors[name] = np.concatenate([tensors[name], tensors[name][:2]])
     keys = drafters.decoder_keys(4, 64, 96, 2, 1e4)
     padded = drafters.write_file(tmp_path / "padded.gguf", "llama", keys, tensors, vocabulary)
-    with lt.Model(target) as model, model.context(n_ctx=256, **EXACT) as context:
+    with lt.Model(tiny_path) as model, model.context(n_ctx=256, **EXACT) as context:
         for path, n_vocab in ((small, 259), (padded, 261)):
             spec = lt.SpeculativeContext(context, path)
             states = np.ones((1, spec.n_state), np.float32) if spec.n_state else None
@@ -155,12 +152,12 @@ def test_logits_are_of_the_drafts_vocabulary(target: Path, tmp_path: Path) -> No
 
 
 def test_blocks_draft_for_several_sequences_of_a_target_whose_memory_is_split(
-    target: Path, tmp_path: Path
+    tiny_path: Path, tmp_path: Path
 ) -> None:
     path = write_dflash(tmp_path / "block.gguf")
     prompts = [[1, 5, 6, 7], [1, 8, 9], [1, 3, 4, 5, 6]]
     options: dict[str, Any] = {"n_ctx": 768, "n_seq_max": 3, "kv_unified": False, **EXACT}
-    with lt.Model(target) as model, model.context(**options) as context:
+    with lt.Model(tiny_path) as model, model.context(**options) as context:
         plain = [one.tokens.tolist() for one in lt.generate(context, prompts, max_tokens=20)]
         drafter = lt.load_drafter(context, path)
         found = list(lt.generate(context, prompts, drafter, max_tokens=20))

@@ -1,4 +1,4 @@
-"""What drafting costs beside its decodes: Python calls, and memory."""
+"""Costs of drafting beside its decodes: Python calls and memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from llamatap._native import _core
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Calls of Python functions, and of the core from them, by name."""
+    """Counts of calls of Python functions, and of the core from them, by name."""
     calls: Counter[str] = Counter()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
@@ -47,7 +47,7 @@ def counted() -> Iterator[Counter[str]]:
 def test_python_is_entered_once_for_a_draft_however_long(
     name: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """Of three sequences, a whole round: drafts, the target's batch with them, and what of them stands."""
+    """A whole round of three sequences: drafts, the target's batch with them, and acceptance."""
     pair = PAIRS[name](tmp_path)
     longest = 3 if "heads" in name else 6
     rounds: dict[int, Any] = {}
@@ -89,7 +89,7 @@ WRITERS: dict[str, Any] = {
 )
 @pytest.mark.parametrize("kind", WRITERS)
 def test_a_draft_context_is_no_larger_for_more_sequences(kind: str, tmp_path: Path) -> None:
-    """With the same number of tokens in all; what it adds to the process, once all sequences have drafted."""
+    """Memory added to the process once all sequences have drafted, for the same total of tokens."""
     target = TinyLlama().write(tmp_path / "target.gguf")
     draft = WRITERS[kind](tmp_path / "draft.gguf")
     code = f"""{PEAK_MEMORY}

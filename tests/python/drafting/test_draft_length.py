@@ -1,4 +1,4 @@
-"""The length of drafts, chosen from what rounds gave and took: simulated rounds of known costs."""
+"""Choosing the draft length by the tokens and time of past rounds, here simulated with known costs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ FLAT: dict[str, tuple[Shares, Cost]] = {
     "nothing stands after three": ([0.95] * 3 + [0.0] * 5, lambda length: 1 + 0.05 * length),
     "they just do not pay": ([0.3] * 8, lambda length: 1 + 0.35 * length),
 }
-#: What rounds that try other lengths may cost: one in 24 of them.
+#: The share of rounds that may be spent on trying other lengths: 1 in 24.
 WORTH = 0.93
 
 
@@ -85,7 +85,7 @@ def test_the_best_length_is_chosen(case: str, seed: int) -> None:
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize("case", [*CLEAR, *FLAT])
 def test_what_is_chosen_is_worth_nearly_as_much_as_the_best(case: str, noise: float) -> None:
-    """Also when it came to a wrong belief in its first rounds, as one seed in some will have it."""
+    """This holds also where the first rounds were misleading, as they are for some seeds."""
     shares, cost = (CLEAR | FLAT)[case][:2]
     known = rates(shares, cost)
     for seed in range(8):
@@ -111,8 +111,10 @@ def test_it_follows_when_acceptance_changes(before: float, after: float, slope: 
 
 
 def test_it_follows_when_drafts_become_dear() -> None:
-    """As when something else takes the machine's time. A length that is not used is tried in every 64th
-    round, and what it took long ago is forgotten then."""
+    """Drafts become dear when something else takes the machine's time.
+
+    An unused length is tried in every 64th round, which replaces its old timing.
+    """
     for seed in range(5):
         rng = np.random.default_rng(seed)
         length = DraftLength(LONGEST)
@@ -126,7 +128,7 @@ def test_it_follows_when_drafts_become_dear() -> None:
 
 @pytest.mark.parametrize(("few", "many"), [(1, 8), (2, 3)])
 def test_it_knows_what_rounds_of_as_many_sequences_take(few: int, many: int) -> None:
-    """Eight sequences fill a pass, so that drafts do not pay; when seven of them end, they do at once."""
+    """Eight sequences fill a pass, so drafts do not pay; once seven of them end, drafts pay at once."""
 
     def alone(n: int) -> float:
         return 1 + 0.02 * n
@@ -145,7 +147,7 @@ def test_it_knows_what_rounds_of_as_many_sequences_take(few: int, many: int) -> 
         chosen = rounds(length, shares, alone, 60, rng, n_sequences=few)
         assert sorted(chosen[:4]) == [0, 1, 4, 8]
         assert known[chosen[4:]].mean() > WORTH * known.max()
-        # And back, with nothing to be measured.
+        # Back again, without new measurements.
         chosen = rounds(length, shares, together, 60, rng, n_sequences=many)
         assert (chosen == 0).mean() >= 0.9
 
@@ -158,13 +160,13 @@ def test_estimates_are_shares_and_medians() -> None:
         length.measure(0, 1.0)
     assert length.acceptance(1) == pytest.approx(1, abs=0.03)
     assert length.acceptance(2) == pytest.approx(0, abs=0.03)
-    # Of the third there was no try, as the second never stood.
+    # The third token was never tried, as the second was never accepted.
     assert length.acceptance(3) == 0.5
     assert length.tokens(0) == 1
     assert length.tokens(2) == pytest.approx(2, abs=0.06)
     assert (length.seconds(0), length.seconds(3)) == (1.0, 2.0)
     assert length.seconds(1) == pytest.approx(4 / 3)
-    # One slow round is none.
+    # A single slow round changes nothing.
     length.measure(3, 500.0)
     assert length.seconds(3) == 2.0
 

@@ -126,7 +126,7 @@ def write_rigged(folder: Path, right: dict[int, int], drafted: dict[int, int]) -
                 values[:] = 1
         width = len(tensors["output_norm.weight"])
         tensors["token_embd.weight"] = follow(drafted, width, 1.0)
-        # Of the token's embedding and the state, the first.
+        # The token's embedding comes first, then the state.
         tensors["nextn.pre_projection.weight"][:] = 0
         tensors["nextn.pre_projection.weight"][range(width), range(width)] = 1
 

@@ -15,8 +15,10 @@ import llamatap as lt
 
 
 def looked_up(text: Sequence[int], n_longest: int, n_shortest: int, n_max: int) -> list[int]:
-    """What followed the last n tokens where they were last before, for the largest n of which they were; and
-    beyond the text's end, what was drafted so far."""
+    """Oracle: the tokens after the latest earlier occurrence of the last n tokens, for the largest n found.
+
+    Beyond the end of the text the draft continues itself.
+    """
     for n in range(min(n_longest, len(text) - 1), n_shortest - 1, -1):
         for start in range(len(text) - n - 1, -1, -1):
             if text[start : start + n] == text[-n:]:
@@ -37,7 +39,7 @@ def tokens_of(drafts: Mapping[int, lt.Draft], seq: int = 0) -> list[int]:
 
 
 def after(drafter: lt.Drafter, text: Sequence[int]) -> list[int]:
-    """What is drafted after a text that is new."""
+    """The draft for a new text."""
     drafter.reset(0)
     if len(text) > 1:
         drafter.process(lt.Batch.of(text[:-1]))
@@ -118,7 +120,7 @@ def test_texts_that_grow_shrink_and_end(seed: int, goes_back: bool) -> None:
             else:
                 text = texts[seq]
                 if goes_back and rng.random() < 0.2:
-                    # The caller goes back, by much more than a draft.
+                    # The caller rolls back by much more than a draft.
                     del text[int(rng.integers(1, len(text))) :]
                     text.append(int(rng.integers(0, n_tokens)))
                 start = len(text) - 1
@@ -141,7 +143,7 @@ def test_texts_that_grow_shrink_and_end(seed: int, goes_back: bool) -> None:
 
 
 def test_what_was_taken_back_is_forgotten() -> None:
-    """Also where what comes in its place is as long."""
+    """This holds also where the replacement is as long."""
     drafter = lt.NGramDrafter(2, 2, n_max=6)
     drafter.process(lt.Batch.of([1, 2, 3, 4, 5, 6, 7, 8]))
     assert drafter.draft({0: lt.DraftRequest(9, 8, 4)}) == {}
@@ -164,8 +166,10 @@ def test_a_batch_in_any_order_is_the_text() -> None:
 
 
 class PromptLookup:
-    """As llama-cpp-python's class of a longer name: an object that is called with the text, positionally, and
-    gives an intc array, empty where it finds nothing."""
+    """A stand-in for llama-cpp-python's LlamaPromptLookupDecoding.
+
+    It is called with the text, positionally, and returns an intc array, empty where nothing is found.
+    """
 
     def __init__(self, max_ngram_size: int = 2, num_pred_tokens: int = 10) -> None:
         self.sizes = (max_ngram_size, num_pred_tokens)
@@ -226,7 +230,7 @@ def test_what_a_function_raises_comes_through() -> None:
 
 
 class Fixed(lt.Drafter):
-    """Drafts what it was made with, and notes what it was told."""
+    """A drafter with fixed drafts that records its calls."""
 
     def __init__(self, drafts: dict[int, list[int]], layers: tuple[lt.LayerId, ...] = (), n_max: Any = 4):
         self.drafts = drafts
@@ -278,7 +282,7 @@ def test_a_chain_whose_first_has_all_asks_no_other() -> None:
 
 
 class Raw(Fixed):
-    """Gives whatever it was made with."""
+    """A function that returns a fixed value."""
 
     def __init__(self, given: Any) -> None:
         super().__init__({})

@@ -1,4 +1,4 @@
-"""Drafters in loops written by hand: every draft is what the formulas say of the text so far."""
+"""Drafters in hand-written loops: every draft equals the formulas' draft for the text so far."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def length_of(name: str) -> int:
 def test_every_draft_of_a_loop_is_that_of_the_formulas(
     name: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """However many tokens of the draft before were accepted: none, some or all of them."""
+    """None, some or all tokens of the previous draft were accepted."""
     pair = PAIRS[name](tmp_path)
     with opened(pair) as loop:
         loop.start({0: random_text(rng, 9)})
@@ -36,7 +36,7 @@ def test_every_draft_of_a_loop_is_that_of_the_formulas(
 def test_after_a_draft_that_was_accepted_whole_the_next_is_that_of_a_fresh_context(
     name: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """llama.cpp#22728: the state before the last accepted token must not be left out."""
+    """The state before the last accepted token must not be left out (llama.cpp#22728)."""
     pair = PAIRS[name](tmp_path)
     text = random_text(rng, 6)
     with opened(pair) as loop, opened(pair) as fresh:
@@ -88,7 +88,7 @@ def test_the_order_of_a_batch_changes_no_draft(
 
 @pytest.mark.parametrize("name", EACH)
 def test_a_prompt_in_chunks_is_the_prompt(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
-    """More of it than waits for a first draft, and in ubatches that cut the chunks."""
+    """The prompt is longer than what a drafter holds back for its first draft; ubatches cut the chunks."""
     pair = PAIRS[name](tmp_path)
     text = random_text(rng, 601)
     for chunk in (1, 7, 64, 600):
@@ -104,7 +104,7 @@ def test_a_prompt_in_chunks_is_the_prompt(name: str, tmp_path: Path, rng: np.ran
 
 @pytest.mark.parametrize("name", EACH)
 def test_chunks_and_drafts_in_turn(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
-    """As where another prompt is read while one sequence drafts: a part of it comes with each round."""
+    """One sequence drafts while another one's prompt is prefilled, a chunk with each round."""
     pair = PAIRS[name](tmp_path)
     text = random_text(rng, 40)
     with opened(pair, n_seq_max=2, n_ubatch=16) as loop:
@@ -140,7 +140,7 @@ def script(loop: Loop, pair: Pair, name: str, rng: np.random.Generator) -> None:
 def test_sequences_drafted_together_are_each_alone(
     name: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """llama.cpp#27572: with two sequences nothing was accepted any more."""
+    """With two sequences nothing was accepted any more (llama.cpp#27572)."""
     pair = PAIRS[name](tmp_path)
     with opened(pair, n_seq_max=4) as loop:
         script(loop, pair, name, rng)
@@ -160,7 +160,7 @@ def test_sequences_drafted_together_are_each_alone(
 def test_sequences_of_few_and_of_many_new_tokens_draft_together(
     name: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """What waits is decoded with the draft's first step where it is little, before it where it is much."""
+    """A few waiting tokens are decoded with the draft's first step, many of them before it."""
     pair = PAIRS[name](tmp_path)
     with opened(pair, n_seq_max=3, n_ubatch=16) as loop:
         loop.start({0: random_text(rng, 5)})
@@ -203,20 +203,20 @@ def test_what_a_caller_may_do_between_drafts(name: str, tmp_path: Path, rng: np.
         loop.start({0: random_text(rng, 9)})
         text = loop.texts[0]
         check()
-        # It asks again, and with other last tokens.
+        # Ask again, with other last tokens.
         for _ in range(3):
             text[-1] = random_text(rng, 1)[0]
             check()
-        # It decodes another token than the one that it asked with, and no draft.
+        # Decode another token than the one asked with, and no draft.
         loop.feed([(77, 8, 0)])
         text[-1:] = [77, 78]
         check()
-        # It decodes some tokens without drafts.
+        # Decode some tokens without drafts.
         for _ in range(3):
             loop.feed([(text[-1], len(text) - 1, 0)])
             text.append(random_text(rng, 1)[0])
         draft = check()
-        # It takes all of a draft back, and says so by what comes next instead of by accept().
+        # Roll a whole draft back, told by the next batch instead of by accept().
         loop.feed(
             (token, at, 0) for at, token in enumerate([text[-1], *draft.tokens.tolist()], len(text) - 1)
         )
@@ -225,7 +225,7 @@ def test_what_a_caller_may_do_between_drafts(name: str, tmp_path: Path, rng: np.
         loop.feed([(50, len(text) - 1, 0)])
         text.append(51)
         draft = check()
-        # It lets one stand, and then thinks better of it.
+        # Accept one token, then roll it back.
         loop.feed(
             (token, at, 0) for at, token in enumerate([text[-1], *draft.tokens.tolist()], len(text) - 1)
         )
@@ -234,7 +234,7 @@ def test_what_a_caller_may_do_between_drafts(name: str, tmp_path: Path, rng: np.
         loop.context.memory.remove(0, len(text))
         text.append(52)
         check()
-        # It begins anew.
+        # Start over.
         loop.reset(0)
         loop.start({0: random_text(rng, 3)})
         text = loop.texts[0]
@@ -243,7 +243,7 @@ def test_what_a_caller_may_do_between_drafts(name: str, tmp_path: Path, rng: np.
 
 @pytest.mark.parametrize("name", EACH)
 def test_a_text_of_one_token_has_a_draft(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
-    """One that was decoded, and one that follows."""
+    """The text is one decoded token and the one that follows."""
     pair = PAIRS[name](tmp_path)
     with opened(pair) as loop:
         loop.start({0: random_text(rng, 2)})
@@ -275,7 +275,7 @@ def test_drafts_end_where_the_drafts_context_does(
             loop.feed((token, at, 0) for at, token in enumerate(tokens, start))
             text += [*tokens[1:], *random_text(rng, 1)]
             assert loop.draft() == {}
-        # A short text in its place is drafted for again.
+        # A short text in the same sequence gets drafts again.
         loop.reset(0)
         loop.start({0: random_text(rng, 9)})
         assert_drafted(loop.draft().get(0), pair.oracle, loop.texts[0], length_of(name))
@@ -297,7 +297,7 @@ def test_sequences_that_do_not_fit_into_the_drafts_context_have_no_drafts(
 
 
 def test_drafts_are_owned(tmp_path: Path, rng: np.random.Generator) -> None:
-    """Later drafts, and the end of the context, change nothing in them."""
+    """Later drafts and the end of the context do not change earlier drafts."""
     pair = PAIRS["eagle3"](tmp_path)
     with opened(pair, temperature=1.0) as loop:
         loop.start({0: random_text(rng, 9)})

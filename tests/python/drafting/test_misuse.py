@@ -1,4 +1,4 @@
-"""Drafters that are used wrongly: each call raises what is documented, and the next draft is right."""
+"""Misused drafters raise the documented error, and the next draft is right."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ N_SEQ = 3
 
 
 class Twice(Mapping[int, lt.DraftRequest]):
-    """Requests of which each comes twice, as no dict has them."""
+    """A mapping that gives each request twice, which no dict does."""
 
     def __init__(self, requests: Mapping[int, lt.DraftRequest]) -> None:
         self.requests = requests
@@ -36,7 +36,7 @@ class Twice(Mapping[int, lt.DraftRequest]):
 
 
 def asked(seq: Any = 0, last: Any = 50, offset: int = 0, n_max: Any = 4) -> Callable[[Loop], Any]:
-    """A request of which some is wrong. The text of sequence 0 has 9 tokens, of which 8 were processed."""
+    """A wrong request. The text of sequence 0 has 9 tokens, of which 8 were processed."""
     return lambda loop: loop.drafter.draft({seq: lt.DraftRequest(last, 8 + offset, n_max)})
 
 
@@ -55,7 +55,7 @@ def shown(*entries: tuple[int, int, int]) -> Callable[[Loop], Any]:
 
 
 def skipped(*entries: tuple[int, int, int]) -> Callable[[Loop], Any]:
-    """As shown(), but the drafter has not seen the token of sequence 1 that came before."""
+    """Like shown(), but the drafter has missed the previous token of sequence 1."""
 
     def call(loop: Loop) -> None:
         loop.context.decode(add(lt.Batch(), [(60, 0, 1)]))
@@ -189,7 +189,7 @@ def test_states_that_are_not_there_are_asked_for(
         with pytest.raises(lt.InvalidInputError, match=words):
             call(loop, batch)
         assert_drafted(loop.draft(n=3).get(0), pair.oracle, loop.texts[0], 3)
-        # A tap of more layers, in another order, is as good.
+        # A tap of more layers, in another order, serves as well.
         loop.context.memory.remove(0, 8)
         n = loop.context.model.n_layer
         with loop.context.tap(layers=[n, 0, *range(n, -1, -1), "norm"]):
@@ -271,7 +271,7 @@ def test_threads_that_share_a_drafter_get_errors_of_ours(
 def test_another_thread_at_the_draft_context_changes_no_draft(
     name: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """It decodes in a sequence of its own: either is busy now and then, and none gets the other's results."""
+    """The other thread decodes its own sequence: either may find it busy, and results never mix."""
     pair = PAIRS[name](tmp_path)
     with opened(pair, n_seq_max=2) as loop:
         assert isinstance(loop.drafter, (lt.Eagle3Drafter, lt.MtpDrafter))

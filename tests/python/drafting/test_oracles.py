@@ -1,4 +1,4 @@
-"""What drafters are tested against: the oracles, and models that do what a table says."""
+"""Checks of the oracles themselves, and of the rigged models that follow a table."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_a_rigged_target_follows_its_table(kind: str, tmp_path: Path) -> None:
 
 
 def one_hot(tokens: list[int]) -> NDArray[np.float64]:
-    """H_i of a rigged target."""
+    """H_i of a rigged target: 8 e_t."""
     return np.eye(rigged.N_VOCAB)[tokens] * rigged.SIZE
 
 

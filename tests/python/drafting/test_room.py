@@ -1,5 +1,6 @@
-"""Where a drafter cannot go on with a sequence (no room, no numbers, a memory that another has changed), it
-drafts no more for that one, and goes on with the others."""
+"""A drafter that cannot go on with one sequence stops drafting for it and goes on with the others.
+
+Reasons: no room left, states that are NaN, or a KV cache changed by somebody else."""
 
 from __future__ import annotations
 

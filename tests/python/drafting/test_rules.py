@@ -1,4 +1,4 @@
-"""Where drafts end and how their tokens are drawn: the settings of drafters with a model."""
+"""Settings of model drafters: where drafts end, and how their tokens are drawn."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Draws: TypeAlias = "Callable[[int, int], NDArray[np.float64]]"
 def test_drafts_have_no_more_tokens_than_are_allowed(
     name: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """By the drafter, by the request, or by the number of heads."""
+    """The limit is the drafter's, the request's, or the number of heads."""
     pair = PAIRS[name](tmp_path)
     with opened(pair, n_max=2) as loop:
         loop.start({0: random_text(rng, 9)})
@@ -120,7 +120,7 @@ def rigged_loop(
 
 
 def by_table(text: Any, n: int) -> Any:
-    """No oracle: what a table says is said by :mod:`support.tiny_models.rigged`."""
+    """A pair without an oracle: :mod:`support.tiny_models.rigged` predicts its drafts."""
     raise NotImplementedError
 
 
@@ -150,7 +150,7 @@ def test_the_probabilities_of_a_draft_are_those_of_its_tokens(tmp_path: Path) ->
             assert draft.probs[0] == pytest.approx(rigged.probability(3.0, n_vocab), abs=1e-5)
 
 
-#: Of a kind, the heads' tables and the vocabulary that it draws from.
+#: By kind: the heads' tables and the vocabulary that it draws from.
 DRAWN: dict[str, tuple[list[list[int]], Any]] = {
     "eagle3": ([G], range(N_VOCAB)),
     "eagle3 d2t": ([G], SOME),
@@ -243,8 +243,10 @@ def test_one_seed_draws_the_same_whatever_the_company(kind: str, tmp_path: Path)
 
 
 def test_likelihood_and_temperature_together(tmp_path: Path) -> None:
-    """Whether a draft goes on is told by the most likely token, not by the one that was drawn: else what is
-    drafted would not be drawn from the distribution that comes with it."""
+    """The most likely token decides whether a draft goes on, not the drawn one.
+
+    Otherwise drafted tokens would not follow the distribution that comes with them.
+    """
     unlikely = 0
     for seed in range(20):
         for p_min, length in ((0.4, 8), (0.5, 0)):

@@ -1,4 +1,4 @@
-"""The speculative context: what it encodes and decodes is what the formulas say."""
+"""SpeculativeContext: encode and decode equal the formulas."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from support.speculative_contexts import (
     EAGLE3,
     MTP,
     QWEN35,
-    WORLDS,
+    SPECS,
     N,
-    World,
+    SpecUnderTest,
     beside,
-    eagle3_world,
-    mtp_world,
-    qwen35_world,
+    eagle3_spec,
+    mtp_spec,
+    qwen35_spec,
 )
 from support.tiny import TinyGemma3, TinyLlama, TinyQwen3
 from support.tiny_models import drafters
@@ -31,14 +31,14 @@ from reference import eagle3
 @pytest.mark.parametrize("name", EAGLE3)
 def test_eagle3_encodes_what_the_formulas_say(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
     """Any number of features, also more than are computed at once; and its memory is not touched."""
-    with eagle3_world(tmp_path, name, n_ubatch=16) as world:
-        spec, weights = world.spec, world.eagle3
+    with eagle3_spec(tmp_path, name, n_ubatch=16) as tested:
+        spec, weights = tested.spec, tested.eagle3
         assert weights is not None
         assert spec.kind == "eagle3"
         assert spec.target_layers == weights.target_layers
         assert (spec.n_features, spec.n_state) == (3 * 64, EAGLE3[name].get("n_embd", 64))
         assert spec.n_heads == 1
-        spec.decode([5, 6], world.states(rng, 2), [0, 1])
+        spec.decode([5, 6], tested.states(rng, 2), [0, 1])
         for n in (1, 15, 16, 17, 100, 700):
             features = rng.standard_normal((n, spec.n_features)).astype(np.float32)
             found = spec.encode(features)
@@ -51,26 +51,28 @@ def test_eagle3_encodes_what_the_formulas_say(name: str, tmp_path: Path, rng: np
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "block"])
 def test_states_of_mtp_are_the_targets(whole: bool, tmp_path: Path, rng: np.random.Generator) -> None:
-    with mtp_world(tmp_path, whole=whole) as world:
-        spec = world.spec
+    with mtp_spec(tmp_path, whole=whole) as tested:
+        spec = tested.spec
         n_layer = spec.target.model.n_layer
         assert (spec.kind, spec.target_layers) == ("mtp", (n_layer,))
         assert (spec.n_features, spec.n_state, spec.n_heads) == (64, 64, 1)
         for n in (0, 1, 600):
-            states = world.states(rng, n)
+            states = tested.states(rng, n)
             found = spec.encode(states)
             assert np.array_equal(found, states)
             assert not np.shares_memory(found, states)
 
 
-def decode_in_parts(world: World, rng: np.random.Generator, head: int = 0) -> None:
-    """Three sequences of different lengths, in three calls in which they take turns, some backwards; of some
-    pairs the output is wanted."""
-    spec = world.spec
+def decode_in_parts(tested: SpecUnderTest, rng: np.random.Generator, head: int = 0) -> None:
+    """Decode three sequences of different lengths in three calls, interleaved, some of them backwards.
+
+    Only some pairs are outputs.
+    """
+    spec = tested.spec
     lengths = (N, 11, 17)
     tokens = [random_text(rng, n) for n in lengths]
-    states = [world.states(rng, n) for n in lengths]
-    expected = [world.formula(tokens[seq], states[seq], range(n), head) for seq, n in enumerate(lengths)]
+    states = [tested.states(rng, n) for n in lengths]
+    expected = [tested.formula(tokens[seq], states[seq], range(n), head) for seq, n in enumerate(lengths)]
     for part in range(3):
         pairs = [
             (at, seq) for seq, n in enumerate(lengths) for at in range(part * n // 3, (part + 1) * n // 3)
@@ -81,7 +83,7 @@ def decode_in_parts(world: World, rng: np.random.Generator, head: int = 0) -> No
         outputs[-1] = True
         found = spec.decode(
             [tokens[seq][at] for at, seq in pairs],
-            world.given(np.stack([states[seq][at] for at, seq in pairs])),
+            tested.given(np.stack([states[seq][at] for at, seq in pairs])),
             [at for at, _ in pairs],
             [seq for _, seq in pairs],
             outputs,
@@ -91,14 +93,14 @@ def decode_in_parts(world: World, rng: np.random.Generator, head: int = 0) -> No
         )
         wanted = [pair for pair, output in zip(pairs, outputs, strict=True) if output]
         logits, after = (np.stack([expected[seq][i][at] for at, seq in wanted]) for i in (0, 1))
-        world.check(found, logits, after)
+        tested.check(found, logits, after)
     assert [spec.memory.last(seq) for seq in range(4)] == [N - 1, 10, 16, -1]
 
 
 @pytest.mark.parametrize("name", EAGLE3)
 def test_eagle3_decodes_what_the_formulas_say(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
-    with eagle3_world(tmp_path, name, n_ubatch=16) as world:
-        decode_in_parts(world, rng)
+    with eagle3_spec(tmp_path, name, n_ubatch=16) as tested:
+        decode_in_parts(tested, rng)
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "block"])
@@ -106,11 +108,11 @@ def test_eagle3_decodes_what_the_formulas_say(name: str, tmp_path: Path, rng: np
 def test_mtp_decodes_what_the_formulas_say(
     name: str, whole: bool, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    with mtp_world(tmp_path, name, whole, n_ubatch=16) as world:
-        assert world.spec.n_heads == MTP[name].get("n_nextn", 1)
-        for head in range(world.spec.n_heads):
-            world.spec.memory.clear()
-            decode_in_parts(world, rng, head)
+    with mtp_spec(tmp_path, name, whole, n_ubatch=16) as tested:
+        assert tested.spec.n_heads == MTP[name].get("n_nextn", 1)
+        for head in range(tested.spec.n_heads):
+            tested.spec.memory.clear()
+            decode_in_parts(tested, rng, head)
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "block"])
@@ -119,36 +121,36 @@ def test_the_block_of_qwen35_decodes_what_the_formulas_say(
     name: str, whole: bool, tmp_path: Path, rng: np.random.Generator
 ) -> None:
     """Its states are the target's after the last norm, and so are those that it gives."""
-    with qwen35_world(tmp_path, name, whole, n_ubatch=16) as world:
-        spec = world.spec
+    with qwen35_spec(tmp_path, name, whole, n_ubatch=16) as tested:
+        spec = tested.spec
         assert (spec.kind, spec.target_layers, spec.n_heads) == ("mtp", ("norm",), 1)
-        decode_in_parts(world, rng)
+        decode_in_parts(tested, rng)
 
 
 def test_tokens_without_states_decode_as_the_formulas_say(tmp_path: Path, rng: np.random.Generator) -> None:
-    with WORLDS["model"](tmp_path, n_ubatch=16) as world:
-        decode_in_parts(world, rng)
+    with SPECS["model"](tmp_path, n_ubatch=16) as tested:
+        decode_in_parts(tested, rng)
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", SPECS)
 def test_more_pairs_than_are_computed_at_once(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
     """In ubatches of 16 and engine calls of 512."""
-    with WORLDS[name](tmp_path, n_ubatch=16) as world:
-        tokens, states = random_text(rng, 700), world.states(rng, 700)
-        logits, after = world.formula(tokens, states, range(700), 0)
+    with SPECS[name](tmp_path, n_ubatch=16) as tested:
+        tokens, states = random_text(rng, 700), tested.states(rng, 700)
+        logits, after = tested.formula(tokens, states, range(700), 0)
         some = np.arange(700) % 7 == 3
         for outputs, rows in ((True, slice(None)), (some, some)):
-            world.spec.memory.clear()
-            given = world.given(states)
-            found = world.spec.decode(tokens, given, range(700), 0, outputs, top_k=2, logits=True)
-            world.check(found, logits[rows], after[rows])
+            tested.spec.memory.clear()
+            given = tested.given(states)
+            found = tested.spec.decode(tokens, given, range(700), 0, outputs, top_k=2, logits=True)
+            tested.check(found, logits[rows], after[rows])
 
 
 def test_heads_in_turn_see_their_own_keys(tmp_path: Path, rng: np.random.Generator) -> None:
     """All of a text with each head, one after the other, then the next pair with each."""
-    with mtp_world(tmp_path, "three heads") as world:
-        spec = world.spec
-        tokens, states = random_text(rng, N), world.states(rng)
+    with mtp_spec(tmp_path, "three heads") as tested:
+        spec = tested.spec
+        tokens, states = random_text(rng, N), tested.states(rng)
         # Another sequence: with the last one, a memory forgets what other heads have left in it.
         spec.decode([5], states[:1], [0], 1, False)
         for head in range(3):
@@ -157,8 +159,8 @@ def test_heads_in_turn_see_their_own_keys(tmp_path: Path, rng: np.random.Generat
         for head in (2, 0, 1):
             spec.memory.remove(0, N - 1)
             found = spec.decode(tokens[-1:], states[-1:], [N - 1], head=head, logits=True)
-            logits, after = world.formula(tokens, states, range(N), head)
-            world.check(found, logits[-1:], after[-1:])
+            logits, after = tested.formula(tokens, states, range(N), head)
+            tested.check(found, logits[-1:], after[-1:])
 
 
 PLAIN: dict[str, Callable[[Path], Path]] = {
@@ -171,7 +173,7 @@ PLAIN: dict[str, Callable[[Path], Path]] = {
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_model_decodes_as_it_does_alone(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
-    """MTP blocks or not, where it is taken as a model."""
+    """The same with and without MTP blocks, where the file is used as a model."""
     path = PLAIN[name](tmp_path / "draft.gguf")
     tokens = random_text(rng, 40)
     batch = lt.Batch()
@@ -182,18 +184,18 @@ def test_a_model_decodes_as_it_does_alone(name: str, tmp_path: Path, rng: np.ran
         expected = np.stack([context.logits(row) for row in range(40)]).astype(np.float64)
     with beside(TinyLlama().write(tmp_path / "target.gguf"), path, as_model=True, n_ubatch=16) as spec:
         assert (spec.kind, spec.target_layers, spec.n_features, spec.n_state) == ("model", (), 0, 0)
-        world = World(spec, lambda *given: (expected, expected))
+        tested = SpecUnderTest(spec, lambda *given: (expected, expected))
         rows = np.arange(40) % 3 == 0
         found = spec.decode(tokens[:25], None, range(25), 2, rows[:25], top_k=4, logits=True)
-        world.check(found, expected[:25][rows[:25]], None)
+        tested.check(found, expected[:25][rows[:25]], None)
         found = spec.decode(tokens[25:], None, range(25, 40), 2, top_k=1, logits=True)
-        world.check(found, expected[25:], None)
+        tested.check(found, expected[25:], None)
 
 
 def test_outputs_are_owned_and_come_as_asked_for(tmp_path: Path, rng: np.random.Generator) -> None:
-    with eagle3_world(tmp_path, "d2t") as world:
-        states = world.states(rng)
-        out = world.spec.decode([5, 6, 7], states[:3], [0, 1, 2], 0, [True, False, True])
+    with eagle3_spec(tmp_path, "d2t") as tested:
+        states = tested.states(rng)
+        out = tested.spec.decode([5, 6, 7], states[:3], [0, 1, 2], 0, [True, False, True])
         assert out.ids.dtype == np.int32
         assert out.probs.dtype == np.float32
         assert out.ids.shape == out.probs.shape == (2, 1)
@@ -202,15 +204,15 @@ def test_outputs_are_owned_and_come_as_asked_for(tmp_path: Path, rng: np.random.
         assert out.states.shape == (2, 64)
         assert out.logits is None
         before = [out.ids.copy(), out.probs.copy(), out.states.copy()]
-        nothing = world.spec.decode(np.array([8]), states[3:4], np.array([3], np.int64), outputs=False)
+        nothing = tested.spec.decode(np.array([8]), states[3:4], np.array([3], np.int64), outputs=False)
         assert nothing.ids.shape == (0, 1)
         assert nothing.states is not None
         assert nothing.states.shape == (0, 64)
-        none = world.spec.decode([], states[:0], [], logits=True)
+        none = tested.spec.decode([], states[:0], [], logits=True)
         assert none.ids.shape == (0, 1)
         assert none.logits is not None
         assert none.logits.shape == (0, 259)
-        every = world.spec.decode([9], states[4:5], [4], top_k=259)
+        every = tested.spec.decode([9], states[4:5], [4], top_k=259)
         assert sorted(every.ids[0].tolist()) == list(range(259))
         assert every.probs[0, :100].sum() == pytest.approx(1, abs=1e-5)
         assert (every.probs[0, 100:] == 0).all()
@@ -218,12 +220,12 @@ def test_outputs_are_owned_and_come_as_asked_for(tmp_path: Path, rng: np.random.
 
 
 def test_any_layout_of_states_is_taken(tmp_path: Path, rng: np.random.Generator) -> None:
-    with mtp_world(tmp_path) as world:
-        states = world.states(rng, 6)
+    with mtp_spec(tmp_path) as tested:
+        states = tested.states(rng, 6)
         wide = np.zeros((6, 128), np.float32)
         wide[:, ::2] = states
-        expected = world.formula([5, 6, 7, 8, 9, 10], states, range(6), 0)
+        expected = tested.formula([5, 6, 7, 8, 9, 10], states, range(6), 0)
         for layout in (states, np.asfortranarray(states), wide[:, ::2], states[::-1].copy()[::-1]):
-            world.spec.memory.clear()
-            world.check(world.spec.decode([5, 6, 7, 8, 9, 10], layout, range(6), logits=True), *expected)
-            assert np.array_equal(world.spec.encode(layout), states)
+            tested.spec.memory.clear()
+            tested.check(tested.spec.decode([5, 6, 7, 8, 9, 10], layout, range(6), logits=True), *expected)
+            assert np.array_equal(tested.spec.encode(layout), states)

@@ -1,4 +1,4 @@
-"""The memory of a speculative context, and the target's states that are put into it."""
+"""The KV cache of a speculative context, and the target's states that it is fed with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support.drafting import EXACT, random_text
-from support.speculative_contexts import WORLDS, N, World, beside, eagle3_world, mtp_world
+from support.speculative_contexts import SPECS, N, SpecUnderTest, beside, eagle3_spec, mtp_spec
 from support.tiny import TinyLlama
 from support.tiny_models import drafters
 
@@ -21,24 +21,24 @@ import llamatap as lt
 class Pairs:
     """N pairs of a sequence, and what the formulas say of them."""
 
-    def __init__(self, world: World, rng: np.random.Generator, n: int = N) -> None:
-        self.world = world
+    def __init__(self, tested: SpecUnderTest, rng: np.random.Generator, n: int = N) -> None:
+        self.tested = tested
         self.tokens = random_text(rng, n)
-        self.states = world.states(rng, n)
-        self.logits, self.after = world.formula(self.tokens, self.states, range(n), 0)
+        self.states = tested.states(rng, n)
+        self.logits, self.after = tested.formula(self.tokens, self.states, range(n), 0)
 
     def decode(self, seq: int, start: int = 0, stop: int | None = None) -> None:
-        """These pairs are what the formulas say, given that the ones before are in memory."""
+        """Decode these pairs and check them, given that the pairs before are in memory."""
         rows = slice(start, stop)
-        found = self.world.spec.decode(
+        found = self.tested.spec.decode(
             self.tokens[rows],
-            self.world.given(self.states[rows]),
+            self.tested.given(self.states[rows]),
             range(len(self.tokens))[rows],
             seq,
             top_k=3,
             logits=True,
         )
-        self.world.check(found, self.logits[rows], self.after[rows])
+        self.tested.check(found, self.logits[rows], self.after[rows])
 
 
 def spans(spec: lt.SpeculativeContext) -> list[tuple[int, int]]:
@@ -48,32 +48,32 @@ def spans(spec: lt.SpeculativeContext) -> list[tuple[int, int]]:
 NONE = (-1, -1)
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", SPECS)
 def test_what_is_removed_can_be_decoded_again(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
-    with WORLDS[name](tmp_path) as world:
-        pairs, others = Pairs(world, rng), Pairs(world, rng)
+    with SPECS[name](tmp_path) as tested:
+        pairs, others = Pairs(tested, rng), Pairs(tested, rng)
         pairs.decode(1)
         others.decode(2, 0, 10)
         for start in (20, 7, 0):
-            world.spec.memory.remove(1, start)
-            assert spans(world.spec) == [NONE, (0, start - 1) if start else NONE, (0, 9), NONE]
+            tested.spec.memory.remove(1, start)
+            assert spans(tested.spec) == [NONE, (0, start - 1) if start else NONE, (0, 9), NONE]
             pairs.decode(1, start)
         others.decode(2, 10)
-        world.spec.memory.keep(2)
-        assert spans(world.spec) == [NONE, NONE, (0, N - 1), NONE]
-        world.spec.memory.clear()
-        assert spans(world.spec) == [NONE] * 4
+        tested.spec.memory.keep(2)
+        assert spans(tested.spec) == [NONE, NONE, (0, N - 1), NONE]
+        tested.spec.memory.clear()
+        assert spans(tested.spec) == [NONE] * 4
         pairs.decode(2)
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", SPECS)
 def test_a_copy_goes_on_as_the_original(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
-    with WORLDS[name](tmp_path) as world:
-        pairs, memory = Pairs(world, rng), world.spec.memory
+    with SPECS[name](tmp_path) as tested:
+        pairs, memory = Pairs(tested, rng), tested.spec.memory
         pairs.decode(0, 0, 15)
         memory.copy(0, 3)
         memory.copy(0, 1, 0, 6)
-        assert spans(world.spec) == [(0, 14), (0, 5), NONE, (0, 14)]
+        assert spans(tested.spec) == [(0, 14), (0, 5), NONE, (0, 14)]
         pairs.decode(3, 15)
         pairs.decode(1, 6)
         memory.remove(1)
@@ -82,35 +82,35 @@ def test_a_copy_goes_on_as_the_original(name: str, tmp_path: Path, rng: np.rando
         pairs.decode(3, 2)
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", SPECS)
 def test_what_is_saved_goes_on_elsewhere(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
     """In another sequence, and in another context of the same draft."""
-    with WORLDS[name](tmp_path / "..") as world:
-        pairs, others = Pairs(world, rng), Pairs(world, rng)
+    with SPECS[name](tmp_path / "..") as tested:
+        pairs, others = Pairs(tested, rng), Pairs(tested, rng)
         pairs.decode(0, 0, 15)
         others.decode(2)
-        data = world.spec.save(0)
+        data = tested.spec.save(0)
         assert isinstance(data, bytes)
         pairs.decode(0, 15)
-        world.spec.restore(2, data)
-        assert spans(world.spec)[2] == (0, 14)
+        tested.spec.restore(2, data)
+        assert spans(tested.spec)[2] == (0, 14)
         pairs.decode(2, 15)
-        world.spec.memory.remove(0, 3)
-        world.spec.restore(0, memoryview(data))
+        tested.spec.memory.remove(0, 3)
+        tested.spec.restore(0, memoryview(data))
         pairs.decode(0, 15)
-        with WORLDS[name](tmp_path / "..") as again:
+        with SPECS[name](tmp_path / "..") as again:
             again.spec.restore(1, bytearray(data))
             elsewhere = Pairs.__new__(Pairs)
-            elsewhere.__dict__ |= {**pairs.__dict__, "world": again}
+            elsewhere.__dict__ |= {**pairs.__dict__, "tested": again}
             elsewhere.decode(1, 15)
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", SPECS)
 def test_states_that_are_not_of_this_context_are_refused(
     name: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    with WORLDS[name](tmp_path) as world:
-        spec, pairs = world.spec, Pairs(world, rng)
+    with SPECS[name](tmp_path) as tested:
+        spec, pairs = tested.spec, Pairs(tested, rng)
         pairs.decode(0, 0, 15)
         data = spec.save(0)
         spec.target.decode(lt.Batch.of([5, 6]))
@@ -158,45 +158,45 @@ OTHERS: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
 def test_the_state_of_another_draft_is_refused(other: str, tmp_path: Path, rng: np.random.Generator) -> None:
     write, options = OTHERS[other]
     with (
-        eagle3_world(tmp_path) as world,
+        eagle3_spec(tmp_path) as tested,
         beside(tmp_path / "target.gguf", write(tmp_path / "other.gguf"), **options) as spec,
     ):
-        pairs = Pairs(world, rng)
+        pairs = Pairs(tested, rng)
         pairs.decode(0, 0, 10)
         spec.decode([5, 6], rng.standard_normal((2, spec.n_state)).astype(np.float32), [0, 1])
         with pytest.raises(lt.InvalidInputError):
-            world.spec.restore(0, spec.save(0))
+            tested.spec.restore(0, spec.save(0))
         with pytest.raises(lt.InvalidInputError):
-            spec.restore(1, world.spec.save(0))
+            spec.restore(1, tested.spec.save(0))
         assert spans(spec)[:2] == [(0, 1), NONE]
         pairs.decode(0, 10)
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", SPECS)
 def test_a_full_memory_says_so_and_stays_of_use(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
-    with WORLDS[name](tmp_path, n_ctx=256) as world:
-        spec, pairs = world.spec, Pairs(world, rng, 256)
+    with SPECS[name](tmp_path, n_ctx=256) as tested:
+        spec, pairs = tested.spec, Pairs(tested, rng, 256)
         assert spec.n_ctx == 256
-        state = world.states(rng, 9)
+        state = tested.states(rng, 9)
         pairs.decode(0)
         with pytest.raises(lt.ContextFullError, match=r"256.*256.*1"):
-            spec.decode([5], world.given(state[:1]), [256])
+            spec.decode([5], tested.given(state[:1]), [256])
         assert spans(spec)[0] == (0, 255)
         with pytest.raises(lt.ContextFullError):
-            spec.decode([5], world.given(state[:1]), [0], 1)
+            spec.decode([5], tested.given(state[:1]), [0], 1)
         spec.memory.remove(0, 250)
         with pytest.raises(lt.ContextFullError, match=r"256.*250.*9"):
-            spec.decode(range(5, 14), world.given(state), range(250, 259))
+            spec.decode(range(5, 14), tested.given(state), range(250, 259))
         assert spans(spec) == [(0, 249), NONE, NONE, NONE]
         assert spec.encode(np.zeros((3, spec.n_features), np.float32)).shape == (3, spec.n_state)
         pairs.decode(0, 250)
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", SPECS)
 def test_use_after_close_raises(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
-    with WORLDS[name](tmp_path) as world:
-        spec, features = world.spec, np.zeros((1, world.spec.n_features), np.float32)
-        state = world.given(world.states(rng, 1))
+    with SPECS[name](tmp_path) as tested:
+        spec, features = tested.spec, np.zeros((1, tested.spec.n_features), np.float32)
+        state = tested.given(tested.states(rng, 1))
         spec.decode([5], state, [0])
         memory = spec.memory
         data = spec.save(0)
@@ -228,13 +228,13 @@ def test_use_after_close_raises(name: str, tmp_path: Path, rng: np.random.Genera
 
 
 @pytest.mark.parametrize("order", ["c", "m", "d", "cm", "mc", "dmc", "cmd"])
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", SPECS)
 def test_it_lives_on_when_its_target_or_a_model_is_closed(
     name: str, order: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """What it inherits is the target's, which it holds."""
-    with WORLDS[name](tmp_path) as world:
-        spec, pairs = world.spec, Pairs(world, rng)
+    """The draft holds the target, whose embedding and head it inherits."""
+    with SPECS[name](tmp_path) as tested:
+        spec, pairs = tested.spec, Pairs(tested, rng)
         pairs.decode(0, 0, 8)
         parts: dict[str, Any] = {"c": spec.target, "m": spec.target.model, "d": spec.model}
         for part in order:
@@ -249,10 +249,10 @@ def test_it_lives_on_when_its_target_or_a_model_is_closed(
 def test_an_embedding_and_a_head_that_are_inherited_outlive_the_target(
     tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    with eagle3_world(tmp_path, "inherited") as world:
-        pairs = Pairs(world, rng)
-        world.spec.target.close()
-        world.spec.target.model.close()
+    with eagle3_spec(tmp_path, "inherited") as tested:
+        pairs = Pairs(tested, rng)
+        tested.spec.target.close()
+        tested.spec.target.model.close()
         gc.collect()
         pairs.decode(0)
 
@@ -265,8 +265,8 @@ def tapped(spec: lt.SpeculativeContext, tokens: list[int], *args: Any, **options
 
 def test_features_are_the_targets_states_side_by_side(tmp_path: Path, rng: np.random.Generator) -> None:
     tokens = random_text(rng, 12)
-    with eagle3_world(tmp_path, "layers backwards") as world:
-        spec = world.spec
+    with eagle3_spec(tmp_path, "layers backwards") as tested:
+        spec = tested.spec
         assert spec.target_layers == (4, 3, 1)
         with lt.Extractor(spec.target.model, **EXACT) as extractor:
             expected = extractor(tokens, [4, 3, 1]).array.reshape(12, -1)
@@ -278,8 +278,8 @@ def test_features_are_the_targets_states_side_by_side(tmp_path: Path, rng: np.ra
             assert found.flags.c_contiguous
             assert np.abs(found - expected).max() < 1e-5
             spec.encode(found)
-    with mtp_world(tmp_path) as world:
-        spec = world.spec
+    with mtp_spec(tmp_path) as tested:
+        spec = tested.spec
         (layer,) = spec.target_layers
         with lt.Extractor(spec.target.model, **EXACT) as extractor:
             expected = extractor(tokens, [layer]).array[:, 0]
@@ -287,8 +287,8 @@ def test_features_are_the_targets_states_side_by_side(tmp_path: Path, rng: np.ra
 
 
 def test_features_that_are_not_there_are_asked_for(tmp_path: Path) -> None:
-    with eagle3_world(tmp_path) as world:
-        spec = world.spec
+    with eagle3_spec(tmp_path) as tested:
+        spec = tested.spec
         spec.target.decode(lt.Batch.of([5, 6]))
         calls: list[tuple[Callable[[], Any], str]] = [
             (lambda: spec.features(), r"with context.tap\(layers=\[1, 2, 3\]\)"),
@@ -312,8 +312,8 @@ def test_features_that_are_not_there_are_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_decode_that_failed_leaves_no_features(tmp_path: Path) -> None:
-    with eagle3_world(tmp_path) as world:
-        spec = world.spec
+    with eagle3_spec(tmp_path) as tested:
+        spec = tested.spec
         with spec.target.tap(spec.target_layers):
             spec.target.decode(lt.Batch.of([5, 6]))
             with pytest.raises(lt.InvalidInputError):

@@ -1,4 +1,4 @@
-"""Drafts that do not fit their target, files that are none, and arguments that are wrong."""
+"""Drafts that do not fit their target, files that are not drafts, and wrong arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support.drafting import EXACT, rewritten
-from support.speculative_contexts import OF_PAIRS, WORLDS, World, eagle3_world
+from support.speculative_contexts import OF_PAIRS, SPECS, SpecUnderTest, eagle3_spec
 from support.tiny import TinyLlama, TinyQwen35
 from support.tiny_models import drafters, encoders, rigged
 
@@ -45,7 +45,7 @@ def target_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def target(target_file: Path, tmp_path: Path) -> Iterator[Target]:
     with lt.Model(target_file) as model, model.context(n_ctx=256, **EXACT) as context:
         yield Target(context, target_file, tmp_path)
-        # Whatever was refused, the target is as it was.
+        # After a refusal the target is unchanged.
         context.decode(lt.Batch.of([5, 6, 7]))
         with lt.SpeculativeContext(context, drafters.write_eagle3(tmp_path / "good.gguf")) as spec:
             assert spec.kind == "eagle3"
@@ -54,7 +54,7 @@ def target(target_file: Path, tmp_path: Path) -> Iterator[Target]:
 def eagle3_with(
     change: Callable[[dict[str, NDArray[Any]]], object], **options: Any
 ) -> Callable[[Target], Path]:
-    """A file of which tensors are changed."""
+    """An EAGLE-3 file with changed tensors."""
 
     def write(target: Target) -> Path:
         drafters.write_eagle3(target.draft, **options)
@@ -83,7 +83,7 @@ def resized(name: str, rows: int) -> Callable[[Target], Path]:
 
 
 def offsets(ids: NDArray[np.int64]) -> None:
-    """As in checkpoints: what is added to the row's number."""
+    """d2t as checkpoints hold it: the offset that is added to the row's number."""
     ids -= np.arange(len(ids))
 
 
@@ -150,7 +150,7 @@ MISFITS: dict[str, tuple[Callable[[Target], Path], str]] = {
 @pytest.mark.parametrize("name", MISFITS)
 def test_a_draft_that_does_not_fit_says_what_was_expected_and_found(name: str, target: Target) -> None:
     write, words = MISFITS[name]
-    # The engine itself finds some of it.
+    # Some of these errors come from the engine itself.
     with pytest.raises((lt.InvalidInputError, lt.ModelLoadError), match=words):
         lt.SpeculativeContext(target.context, write(target))
 
@@ -206,7 +206,7 @@ def test_weights_that_the_engine_would_not_compute_with_are_refused_by_name(
 
 @pytest.mark.parametrize("before_fc", [False, True])
 def test_what_the_engine_computes_with_is_taken(before_fc: bool, target: Target) -> None:
-    """All weights that there may be, and a setting that is off."""
+    """A file with every optional weight, and a setting that is off."""
     drafters.write_eagle3(target.draft, norm_before_fc=before_fc, n_draft_vocab=100)
     path = rewritten(
         target.draft,
@@ -280,7 +280,7 @@ model = lt.Model(target)
 context = model.context(n_ctx=256)
 """
 
-#: What to do with blocks that are no whole model, and the error that it must raise. Each has ended a process.
+#: Uses of blocks that are no whole model, and the error that each must raise. Each has ended a process.
 BLOCKS_ALONE: dict[str, str] = {
     "as a model": "lt.SpeculativeContext(context, draft, as_model=True)",
     "for a drafter with a model": "lt.ModelDrafter(context, draft)",
@@ -294,7 +294,7 @@ BLOCKS_ALONE: dict[str, str] = {
 
 @pytest.mark.parametrize("use", BLOCKS_ALONE)
 def test_blocks_alone_are_no_model(use: str, target_file: Path, tmp_path: Path) -> None:
-    """In a process of its own, which must not end."""
+    """Each runs in its own process, which must not abort."""
     draft = drafters.write_mtp_block(tmp_path / "draft.gguf", n_layer=4)
     code = (
         f"{PRELUDE}\ntry:\n    {BLOCKS_ALONE[use]}\nexcept lt.Error as error:\n    print('refused:', error)\n"
@@ -309,7 +309,7 @@ def test_a_model_loaded_without_its_blocks_says_how_to_load_them(tmp_path: Path)
     path = drafters.write_mimo2(tmp_path / "target.gguf")
     with lt.Model(path) as model, model.context(n_ctx=256, **EXACT) as context:
         spec = lt.SpeculativeContext(context, model, **EXACT)
-        # A whole model it is.
+        # As a whole model it is accepted.
         assert spec.kind == "model"
         with pytest.raises(lt.InvalidInputError, match="load_mtp=True"):
             lt.MtpDrafter(spec)
@@ -416,18 +416,18 @@ def rows(*shape: int, dtype: Any = np.float32, fill: float = 1.0) -> Any:
 
 def decode(
     tokens: Any = (5, 6), states: Any = "right", positions: Any = (2, 3), *args: Any, **options: Any
-) -> Callable[[World], Any]:
-    def call(world: World) -> Any:
-        given = rows(len(tokens), world.spec.n_state) if isinstance(states, str) else states
-        return world.spec.decode(tokens, given, positions, *args, **options)
+) -> Callable[[SpecUnderTest], Any]:
+    def call(tested: SpecUnderTest) -> Any:
+        given = rows(len(tokens), tested.spec.n_state) if isinstance(states, str) else states
+        return tested.spec.decode(tokens, given, positions, *args, **options)
 
     return call
 
 
 NAN, INF = float("nan"), float("inf")
 
-#: Of a context with two pairs in sequence 0.
-INVALID: dict[str, Callable[[World], Any]] = {
+#: Wrong calls of a context with two pairs in sequence 0.
+INVALID: dict[str, Callable[[SpecUnderTest], Any]] = {
     "encode: another width": lambda w: w.spec.encode(rows(3, 65)),
     "encode: float64": lambda w: w.spec.encode(rows(3, w.spec.n_features, dtype=np.float64)),
     "encode: float16": lambda w: w.spec.encode(rows(3, w.spec.n_features, dtype=np.float16)),
@@ -482,33 +482,33 @@ INVALID: dict[str, Callable[[World], Any]] = {
 
 
 @pytest.fixture(scope="module", params=OF_PAIRS)
-def drafting_world(
+def tested(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[World]:
-    folder = tmp_path_factory.mktemp("worlds")
+) -> Iterator[SpecUnderTest]:
+    folder = tmp_path_factory.mktemp("all_tested")
     make = (
-        (lambda: eagle3_world(folder)) if request.param == "eagle3" else lambda: WORLDS[request.param](folder)
+        (lambda: eagle3_spec(folder)) if request.param == "eagle3" else lambda: SPECS[request.param](folder)
     )
-    with make() as world:
-        yield world
+    with make() as tested:
+        yield tested
 
 
 @pytest.mark.parametrize("name", INVALID)
-def test_wrong_arguments_raise_and_change_nothing(drafting_world: World, name: str) -> None:
-    spec = drafting_world.spec
+def test_wrong_arguments_raise_and_change_nothing(tested: SpecUnderTest, name: str) -> None:
+    spec = tested.spec
     spec.memory.clear()
     spec.decode([5, 6], rows(2, spec.n_state), [0, 1])
     with pytest.raises(lt.InvalidInputError) as caught:
-        INVALID[name](drafting_world)
+        INVALID[name](tested)
     assert str(caught.value)
     assert [spec.memory.last(seq) for seq in range(4)] == [1, -1, -1, -1]
     found = spec.decode([7], rows(1, spec.n_state), [2], logits=True)
-    expected = drafting_world.formula([5, 6, 7], rows(3, spec.n_state), range(3), 0)
-    drafting_world.check(found, expected[0][2:], expected[1][2:])
+    expected = tested.formula([5, 6, 7], rows(3, spec.n_state), range(3), 0)
+    tested.check(found, expected[0][2:], expected[1][2:])
 
 
 def test_d2t_as_it_is_written(tmp_path: Path) -> None:
-    """What the tests above change is there to be changed."""
+    """The d2t that the tests above change is in the file in the first place."""
     path = drafters.write_eagle3(tmp_path / "draft.gguf", n_draft_vocab=100)
     copy = rewritten(path, tmp_path / "copy.gguf", lambda tensors: None)
     tensors = [{t.name: np.array(t.data) for t in gguf.GGUFReader(file).tensors} for file in (path, copy)]

@@ -30,7 +30,7 @@ def states_of(tiny: TinyLlama, tokens: list[int]) -> NDArray[np.float64]:
 def test_eagle3_on_the_last_layer_sees_it_before_the_norm(
     tiny: TinyLlama, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """What the engine has for drafters under that id is nothing on gemma3, and norm(H_n) on qwen35."""
+    """For that id the engine's own hook gives nothing on gemma3 and norm(H_n) on qwen35."""
     target = tiny.write(tmp_path / "target.gguf")
     draft = drafters.write_eagle3(tmp_path / "draft.gguf", target_layers=(1, 3, tiny.n_layer))
     weights = eagle3.Weights.read(draft)
@@ -79,7 +79,7 @@ def test_a_real_model_in_float32_writes_the_same_text_with_drafters(
 
 
 def test_a_quantised_model_differs_in_near_ties_alone(smollm2: lt.Model) -> None:
-    """llama.cpp#25618: its kernels round differently for another number of rows."""
+    """Quantised kernels round differently for another number of rows (llama.cpp#25618)."""
     with smollm2.context(n_ctx=1024, n_seq_max=3) as context:
         plain = list(lt.generate(context, PROMPTS, max_tokens=48))
         drafted = list(lt.generate(context, PROMPTS, lt.NGramDrafter(1, 1), max_tokens=48))

@@ -1,4 +1,4 @@
-"""Drafters from the text alone: what a guess is given, and what of it is used."""
+"""TextDrafter: the arguments of `guess`, and how much of its result is used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPT = [1, 9, 30, 12, 13]
 
 
 class Seeing(lt.TextDrafter):
-    """Guesses what it was made with, and keeps what it is given."""
+    """A TextDrafter with a fixed guess that records its arguments."""
 
     def __init__(self, guessed: Any) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def test_a_guess_is_given_the_text_that_stands() -> None:
     assert first.dtype == np.dtype(np.int32)
     assert first.tolist() == [5, 6, 7, 8]
     assert second.tolist() == [5, 6, 7, 8, 20, 9]
-    # What was given is the receiver's own.
+    # The receiver owns the list that it was given.
     second[:] = 0
     drafter.process(lt.Batch.of([9], pos0=5))
     drafter.accept(0, 0)
@@ -84,7 +84,7 @@ def test_long_texts_that_grow_and_shrink_are_whole(seed: int) -> None:
 
 
 def test_a_batch_costs_no_more_when_the_text_is_long() -> None:
-    """A copy of it each time would take ten thousand entries' time for one."""
+    """Copying the text for each batch would cost as much as ten thousand entries."""
     drafter = Seeing([])
     drafter.process(lt.Batch.of(range(3, 10_003)))
     array = drafter._texts[0]._room
@@ -94,7 +94,7 @@ def test_a_batch_costs_no_more_when_the_text_is_long() -> None:
     assert drafter._texts[0]._room is array
 
 
-def rigged_world(folder: Path) -> Path:
+def written_model(folder: Path) -> Path:
     return rigged.write_rigged_model(folder / "target.gguf", rigged.cycle())
 
 
@@ -103,7 +103,7 @@ def test_the_example_of_the_docs_drafts(tmp_path: Path) -> None:
     code = code.removeprefix("python\n")
     names: dict[str, Any] = {"lt": lt, "np": np}
     exec(code, names)
-    with lt.Model(rigged_world(tmp_path)) as model, model.context(n_ctx=512, **EXACT) as context:
+    with lt.Model(written_model(tmp_path)) as model, model.context(n_ctx=512, **EXACT) as context:
         plain = next(lt.generate(context, PROMPT, max_tokens=200, ignore_eos=True))
         found = next(lt.generate(context, PROMPT, names["Again"](), max_tokens=200, ignore_eos=True))
         assert found.tokens.tolist() == plain.tokens.tolist()
@@ -120,7 +120,7 @@ class LlamaDraftModel(ABC):
 
 
 class PromptLookup(LlamaDraftModel):
-    """As the one that comes with it: the first place where the last n tokens were before."""
+    """Like llama-cpp-python's own: the first earlier occurrence of the last n tokens."""
 
     def __init__(self, max_ngram_size: int = 2, num_pred_tokens: int = 10) -> None:
         self.max_ngram_size = max_ngram_size
@@ -137,7 +137,7 @@ class PromptLookup(LlamaDraftModel):
 
 
 def test_a_draft_model_of_llama_cpp_python_is_a_drafter(tmp_path: Path) -> None:
-    with lt.Model(rigged_world(tmp_path)) as model, model.context(n_ctx=512, **EXACT) as context:
+    with lt.Model(written_model(tmp_path)) as model, model.context(n_ctx=512, **EXACT) as context:
         plain = next(lt.generate(context, PROMPT, max_tokens=200, ignore_eos=True))
         for drafter in (PromptLookup(), lt.CallableDrafter(PromptLookup(3, 6), n_max=4), [PromptLookup()]):
             found = next(lt.generate(context, PROMPT, drafter, max_tokens=200, ignore_eos=True))

@@ -23,7 +23,7 @@ def extractor(smollm2_path: Path) -> Iterator[lt.Extractor]:
 
 
 class Cancel:
-    """Says no, and after so many calls yes."""
+    """A `cancelled` function that returns False for a number of calls, then True."""
 
     def __init__(self, after: int) -> None:
         self.after = after
@@ -65,7 +65,7 @@ def test_a_long_pass_ends_and_the_next_is_right(
 
     run(work)
     assert len(cancel.threads) == 3
-    # It was at work, and did not get to the end.
+    # It had started and did not finish.
     assert np.isnan(out[-1]).all()
     np.testing.assert_array_equal(extractor(LONG[:40], [7, -1]).array, before)
 
@@ -78,7 +78,7 @@ def test_nothing_is_begun_for_nobody(extractor: lt.Extractor) -> None:
 
 
 def test_it_ends_between_batches(tiny_model: lt.Model) -> None:
-    """Each of two prompts fills a batch, and neither takes so long that anybody would ask in between."""
+    """Each of two prompts fills a batch, too short for `cancelled` to be asked within one."""
     prompts = [[5] * 12, [6] * 12]
     outs = [np.full((12, 1, tiny_model.n_embd), np.nan, np.float32) for _ in prompts]
     with lt.Extractor(tiny_model, **{**EXACT, "n_ubatch": 12}) as extractor:

@@ -1,4 +1,4 @@
-"""Encoders against NumPy: which layer is which where blocks are post-norm, and where nothing is cached."""
+"""Encoders against NumPy: layers of post-norm blocks, and models without a KV cache."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_every_layer_is_what_the_formulas_say(tiny: Tiny, model: lt.Model, rng: 
     with lt.Extractor(model, **EXACT) as extractor:
         for prompt, states in zip(prompts, extractor(prompts, layers_of(tiny)), strict=True):
             check(tiny, states, prompt)
-        # What a window leaves out is seen all the same.
+        # Rows of a window attend to the tokens outside it.
         expected, _ = encoder.forward(shape_of(tiny.arch), tiny.weights, prompts[0])
         assert relative(extractor(prompts[0], [-1], window=(2, 5))[-1], expected[-1][2:5]) < 2**-11
 

@@ -83,7 +83,7 @@ def test_tokens_that_see_later_ones(tmp_path: Path, rng: np.random.Generator) ->
         for layer in range(tiny.n_layer + 1):
             assert relative(found[layer], states[layer]) < 1e-5, f"H_{layer}"
         assert relative(found["norm"], normed) < 1e-5
-        # What lies behind a window is seen all the same.
+        # Rows of a window attend to the tokens outside it.
         assert relative(extractor(tokens, [-1], window=(0, 3))[-1], states[-1][:3]) < 1e-5
         # Nothing is cut: longer than a ubatch, outputs that are counted, sequences that are not in one cache.
         long = random_tokens(rng, model, 700)

@@ -1,4 +1,4 @@
-"""What must hold of any batch, on random ones: how work is arranged does not change what comes out.
+"""Properties of any batch, tested on random ones: how work is arranged does not change its results.
 
 The oracle is each prompt by itself, in one piece. Where a test demands equality, both sides run the same
 kernels on the same shapes. Elsewhere the engine may choose others (one row or several, whole tiles or the

@@ -63,7 +63,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=8,
 )
-# As JSON text: what would be taken for JSON where it is none.
+# Any text, and text that could be taken for JSON.
 texts = st.text() | json_values.map(json.dumps)
 
 
@@ -81,7 +81,7 @@ def test_any_json_value_survives(fields: dict[str, Any]) -> None:
 @settings(max_examples=20, derandomize=True, deadline=None, database=None)
 @given(text=st.text(st.characters(codec=None), max_size=8))
 def test_texts_that_are_no_utf8_are_written_too(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The name of a file may be one."""
+    """Names of files may hold such text."""
     path = tmp_path_factory.mktemp("text") / "x.safetensors"
     save_file({"a": np.zeros(1, np.float32)}, path, to_metadata({"model": text + "\udcff", "plain": "a"}))
     assert from_metadata(metadata_of(path)) == {"model": text + "\udcff", "plain": "a"}
@@ -215,7 +215,7 @@ def test_copies_are_made_where_they_are_needed_or_asked_for(tiny_model: lt.Model
     for copied in (np.array(states), np.array(states, dtype="float32"), np.array(states, dtype="float16")):
         assert not np.shares_memory(copied, states.array)
         assert copied.flags.writeable
-    # As NumPy 1 calls it.
+    # The calls that NumPy 1 makes.
     assert states.__array__() is states.array
     assert states.__array__(np.dtype(np.float32)) is states.array
     assert states.__array__(np.dtype(np.float64)).dtype == np.float64

@@ -1,9 +1,9 @@
-"""Drafts whose length is chosen (n_max="auto"): the same tokens, and drafts where they pay, by our clock."""
+"""n_max="auto": the tokens stay the same, and drafts are made where they pay, by a simulated clock."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -24,13 +24,6 @@ F = cycle()
 WRONG = wrong_at(F, range(64))
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lt.Model]:
-    path = rigged.write_rigged_model(tmp_path_factory.mktemp("auto") / "target.gguf", F)
-    with lt.Model(path) as model:
-        yield model
-
-
 @dataclass
 class Clock:
     now: float = 0.0
@@ -38,7 +31,7 @@ class Clock:
 
 @dataclass
 class Costly(Noting):
-    """Follows a table. Of each sequence's pass a fixed time is taken, and more for each token of a draft."""
+    """A drafter that follows a table, with a fixed time for each pass and more for each drafted token."""
 
     clock: Clock
     follow: rigged.Draft
@@ -63,7 +56,7 @@ class Costly(Noting):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """What the loop goes by, instead of the time."""
+    """A clock that the scheduler reads in place of the time."""
     found = Clock()
     loop = importlib.import_module("llamatap.generation.scheduler")
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: found.now))
@@ -71,63 +64,67 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def late(
-    clock: Clock, target: lt.Model, follow: rigged.Draft, n_prompts: int = 1, per_token: float = 0.2
+    clock: Clock, rigged_model: lt.Model, follow: rigged.Draft, n_prompts: int = 1, per_token: float = 0.2
 ) -> list[int]:
-    """Tokens drafted in each of the later rounds of a long text, whose own tokens are right."""
+    """The number of tokens drafted in each later round of a long text, after checking the text itself."""
     drafter = Costly(clock, follow, per_token=per_token)
-    with target.context(n_ctx=2048, n_seq_max=n_prompts, **EXACT) as context:
+    with rigged_model.context(n_ctx=2048, n_seq_max=n_prompts, **EXACT) as context:
         prompts = [[1, token] for token in range(5, 5 + n_prompts)]
         found = list(lt.generate(context, prompts, drafter, max_tokens=400))
     for prompt, one in zip(prompts, found, strict=True):
         text = [*prompt, *one.tokens.tolist()]
         assert all(F[a] == b for a, b in pairwise(text[1:]))
         assert len(one.tokens) == 400
-    # The first of all is the prompts'.
+    # The first entry is the prompts' pass.
     drafted = drafter.drafted[1:]
     return drafted[len(drafted) // 2 :]
 
 
 @pytest.mark.parametrize("n_prompts", [1, 3])
-def test_drafts_that_never_stand_become_rare(n_prompts: int, clock: Clock, target: lt.Model) -> None:
-    rounds = late(clock, target, by_token(WRONG), n_prompts)
+def test_drafts_that_never_stand_become_rare(n_prompts: int, clock: Clock, rigged_model: lt.Model) -> None:
+    rounds = late(clock, rigged_model, by_token(WRONG), n_prompts)
     assert len(rounds) == 200
     assert 0 < sum(count > 0 for count in rounds) < 50
 
 
-def test_drafts_that_always_stand_become_long(clock: Clock, target: lt.Model) -> None:
-    rounds = late(clock, target, by_token(F), per_token=0.05)
+def test_drafts_that_always_stand_become_long(clock: Clock, rigged_model: lt.Model) -> None:
+    rounds = late(clock, rigged_model, by_token(F), per_token=0.05)
     # They grow to the longest; one of the last is cut by the text's end.
     assert np.median(rounds) == AUTO_LONGEST
     assert np.mean(np.array(rounds) >= AUTO_LONGEST - 1) > 0.7
 
 
-def test_drafts_that_cost_more_than_they_give_become_rare(clock: Clock, target: lt.Model) -> None:
-    """All stand, but each token drafted takes as long as two passes."""
-    rounds = late(clock, target, by_token(F), per_token=2.0)
+def test_drafts_that_cost_more_than_they_give_become_rare(clock: Clock, rigged_model: lt.Model) -> None:
+    """All drafted tokens are accepted, but each takes as long as two passes."""
+    rounds = late(clock, rigged_model, by_token(F), per_token=2.0)
     assert sum(count > 0 for count in rounds) < 0.25 * len(rounds)
 
 
-def test_drafts_of_which_one_token_stands_become_short(clock: Clock, target: lt.Model) -> None:
+def test_drafts_of_which_one_token_stands_become_short(clock: Clock, rigged_model: lt.Model) -> None:
     def one(text: Any, n: int) -> list[int]:
         return [F[text[-1]], *by_token(WRONG)(text, n)][:n]
 
-    rounds = late(clock, target, one, per_token=0.3)
+    rounds = late(clock, rigged_model, one, per_token=0.3)
     assert np.median(rounds) == 1
     assert np.mean(rounds) < 2
 
 
-def test_the_first_rounds_measure(clock: Clock, target: lt.Model) -> None:
-    """The longest draft, none, one of a single token and one of half the length, twice each, as documented.
-    What prompts' passes take is no round's."""
+def test_the_first_rounds_measure(clock: Clock, rigged_model: lt.Model) -> None:
+    """Measured rounds, twice each: the longest draft, none, a single token, half the length.
+
+    Prefill counts for no round.
+    """
     drafter = Costly(clock, by_token(F))
-    with target.context(n_ctx=512, **EXACT) as context:
+    with rigged_model.context(n_ctx=512, **EXACT) as context:
         list(lt.generate(context, [1, 9], drafter, max_tokens=100))
     assert drafter.drafted[1:9] == [8, 8, 0, 0, 1, 1, 4, 4]
 
 
-def test_seconds_are_of_rounds_of_as_many_sequences(clock: Clock, target: lt.Model) -> None:
-    """Three at first, for which a token drafted costs as much as five passes; then one, for which it costs
-    nothing. All stand."""
+def test_seconds_are_of_rounds_of_as_many_sequences(clock: Clock, rigged_model: lt.Model) -> None:
+    """With three sequences a drafted token costs as much as five passes, with one it costs nothing.
+
+    All drafted tokens are accepted.
+    """
 
     @dataclass
     class Crowded(Costly):
@@ -137,7 +134,7 @@ def test_seconds_are_of_rounds_of_as_many_sequences(clock: Clock, target: lt.Mod
             self.clock.now += 0 if alone else 5.0 * self.drafted[-1]
 
     drafter = Crowded(clock, by_token(F), per_token=0.0)
-    with target.context(n_ctx=2048, n_seq_max=3, **EXACT) as context:
+    with rigged_model.context(n_ctx=2048, n_seq_max=3, **EXACT) as context:
         prompts = [[1, 5], [1, 6], [1, 7]]
         stream = lt.generate(context, prompts, drafter, max_tokens=400, stream=True)
         for n_events, event in enumerate(stream):
@@ -165,7 +162,7 @@ def eagle3(context: lt.Context, folder: Path) -> Any:
 
 
 def chained_mtp(context: lt.Context, folder: Path) -> Any:
-    """No more than its three heads, whatever is chosen."""
+    """Its drafts are at most three tokens long, one for each head."""
     path = drafters.write_mtp_block(folder / "mtp.gguf", n_layer=4, n_nextn=3)
     return lt.MtpDrafter(lt.SpeculativeContext(context, path, n_threads=1), n_max="auto")
 
@@ -175,7 +172,7 @@ def function(context: lt.Context, folder: Path) -> Any:
 
 
 def chain(context: lt.Context, folder: Path) -> Any:
-    """Of which one has a length of its own."""
+    """A chain in which one drafter has a length of its own."""
     return [lt.NGramDrafter(3, 2, n_max=3), near_model(context, folder)]
 
 
@@ -186,7 +183,7 @@ def chain(context: lt.Context, folder: Path) -> Any:
 def test_tokens_are_those_without_a_drafter(
     make: Callable[..., Any], sampling: str, tmp_path: Path, tiny_model: lt.Model
 ) -> None:
-    """On the real clock, whatever it makes of the lengths."""
+    """Here the real clock chooses the lengths."""
     prompts = ragged(np.random.default_rng(5), tiny_model.n_vocab, (6, 31, 2, 14))
     expected = [
         by_hand(tiny_model, prompt, 60, seed=seed_of(3, i), **SAMPLING[sampling])

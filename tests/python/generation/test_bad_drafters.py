@@ -1,14 +1,13 @@
-"""Drafters of a user's own that give what is no draft, or raise: it comes out, and the next text is right."""
+"""User-defined drafters with invalid drafts or errors: the error comes out, and the next text is right."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
-from support.generation import PROMPT, Guessing, Noting, World, is_empty, small_world
+from support.generation import PROMPT, CheckedContext, Guessing, Noting, is_empty
 
 import llamatap
 
@@ -18,20 +17,8 @@ lt: Any = llamatap
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.fixture(scope="module")
-def whole_world(tiny_path: Path) -> Iterator[World]:
-    with small_world(tiny_path) as world:
-        yield world
-
-
-@pytest.fixture
-def world(whole_world: World) -> Iterator[World]:
-    yield whole_world
-    whole_world.check()
-
-
 class Wrong(Noting):
-    """Does something else after so many drafts."""
+    """Drafts normally a number of times, then does something else."""
 
     def __init__(self, action: Callable[[Mapping[int, Any]], Any], after: int = 2) -> None:
         super().__init__()
@@ -51,7 +38,7 @@ def tokens(value: Any) -> Callable[[Mapping[int, Any]], Any]:
     return each(lambda: lt.Draft(value))
 
 
-#: What is no draft, and the exception.
+#: Invalid drafts, and the exceptions that they raise.
 JUNK: dict[str, Callable[[Mapping[int, Any]], Any]] = {
     "None for all": lambda requests: None,
     "a list for all": lambda requests: [lt.Draft(np.array([5], np.int32))],
@@ -74,18 +61,18 @@ JUNK: dict[str, Callable[[Mapping[int, Any]], Any]] = {
 
 @pytest.mark.parametrize("after", [0, 3])
 @pytest.mark.parametrize("name", JUNK)
-def test_junk_of_a_drafter_is_no_draft(name: str, after: int, world: World) -> None:
+def test_junk_of_a_drafter_is_no_draft(name: str, after: int, checked: CheckedContext) -> None:
     with pytest.raises(lt.InvalidInputError):
-        list(lt.generate(world.context, [PROMPT] * 2, Wrong(JUNK[name], after), max_tokens=12))
-    assert is_empty(world.context)
+        list(lt.generate(checked.context, [PROMPT] * 2, Wrong(JUNK[name], after), max_tokens=12))
+    assert is_empty(checked.context)
 
 
 @pytest.mark.parametrize(
     "found", ["a", 5.5, [[5, 6]], [259], [-1], np.array([0.5]), {5}, [None], [2**40]], ids=str
 )
-def test_junk_of_a_function_is_no_draft(found: Any, world: World) -> None:
+def test_junk_of_a_function_is_no_draft(found: Any, checked: CheckedContext) -> None:
     with pytest.raises(lt.InvalidInputError, match=r"CallableDrafter guessed|drafted token ids"):
-        list(lt.generate(world.context, PROMPT, lambda tokens: found, max_tokens=12))
+        list(lt.generate(checked.context, PROMPT, lambda tokens: found, max_tokens=12))
 
 
 TOO_LONG: dict[str, Any] = {
@@ -100,24 +87,24 @@ TOO_LONG: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", TOO_LONG)
-def test_drafts_that_are_empty_or_too_long_are_fine(name: str, world: World) -> None:
-    """Those that are too long are cut: to a function's n_max, to the room that is left."""
+def test_drafts_that_are_empty_or_too_long_are_fine(name: str, checked: CheckedContext) -> None:
+    """Drafts that are too long are cut to a function's n_max or to the room that is left."""
     found = TOO_LONG[name]
     for drafter in (
         lambda tokens: found,
         Wrong(tokens(np.array([] if found is None else found, np.int32)), 0),
     ):
         options = {"max_tokens": 12, "ignore_eos": True}
-        texts = list(lt.generate(world.context, [PROMPT] * 3, drafter, **options))
-        assert [one.tokens.tolist() for one in texts] == [world.expected] * 3
+        texts = list(lt.generate(checked.context, [PROMPT] * 3, drafter, **options))
+        assert [one.tokens.tolist() for one in texts] == [checked.expected] * 3
         assert all(len(one.stats.drafted_at) <= 10 for one in texts)
 
 
-def test_drafts_of_sequences_that_were_not_asked_for_are_left_alone(world: World) -> None:
+def test_drafts_of_sequences_that_were_not_asked_for_are_left_alone(checked: CheckedContext) -> None:
     draft = llamatap.Draft(np.array([5], np.int32))
     drafter = Wrong(lambda requests: {-1: draft, 7: draft, "x": draft, 0: draft}, 0)
-    found = list(lt.generate(world.context, [PROMPT] * 2, drafter, max_tokens=12, ignore_eos=True))
-    assert [one.tokens.tolist() for one in found] == [world.expected] * 2
+    found = list(lt.generate(checked.context, [PROMPT] * 2, drafter, max_tokens=12, ignore_eos=True))
+    assert [one.tokens.tolist() for one in found] == [checked.expected] * 2
 
 
 def distributions(value: Any) -> Callable[[Mapping[int, Any]], Any]:
@@ -143,23 +130,25 @@ WRONG_DISTRIBUTIONS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", WRONG_DISTRIBUTIONS)
-def test_distributions_that_are_none(name: str, world: World) -> None:
+def test_distributions_that_are_none(name: str, checked: CheckedContext) -> None:
     drafter = Wrong(distributions(WRONG_DISTRIBUTIONS[name]), 0)
     with pytest.raises(lt.InvalidInputError, match="distribution"):
-        list(lt.generate(world.context, PROMPT, drafter, max_tokens=9, temperature=1.0, rejection=True))
+        list(lt.generate(checked.context, PROMPT, drafter, max_tokens=9, temperature=1.0, rejection=True))
 
 
 @pytest.mark.parametrize("made", [lt.NGramDrafter(2, 1), lambda tokens: tokens[-2:], [lt.NGramDrafter(2, 1)]])
-def test_a_drafter_that_does_not_draw_is_refused_with_rejection(made: Any, world: World) -> None:
+def test_a_drafter_that_does_not_draw_is_refused_with_rejection(made: Any, checked: CheckedContext) -> None:
     """When generate is called, not at the first draft."""
     with pytest.raises(lt.InvalidInputError, match="temperature above 0"):
-        lt.generate(world.context, [5, 6] * 9, made, max_tokens=9, rejection=True)
+        lt.generate(checked.context, [5, 6] * 9, made, max_tokens=9, rejection=True)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, MemoryError, StopIteration])
 @pytest.mark.parametrize("where", ["draft", "process", "accept", "reset"])
-def test_what_a_drafter_raises_comes_out(where: str, error: type[BaseException], world: World) -> None:
-    """Wherever it does, the memory is empty and no tap is open."""
+def test_what_a_drafter_raises_comes_out(
+    where: str, error: type[BaseException], checked: CheckedContext
+) -> None:
+    """Wherever it is raised, the KV cache is empty afterwards and no tap is open."""
 
     class Raising(Guessing):
         calls = 0
@@ -172,15 +161,15 @@ def test_what_a_drafter_raises_comes_out(where: str, error: type[BaseException],
         return getattr(Guessing, where)(self, *arguments)
 
     setattr(Raising, where, failing)
-    drafter = Raising(259, [[*PROMPT, *world.expected]], wrong=0.5)
+    drafter = Raising(259, [[*PROMPT, *checked.expected]], wrong=0.5)
     # A StopIteration would end the generator unnoticed; Python makes it a RuntimeError.
     with pytest.raises(RuntimeError if error is StopIteration else error):
-        list(lt.generate(world.context, [PROMPT] * 4, drafter, max_tokens=12, ignore_eos=True))
-    assert is_empty(world.context)
-    assert world.context.tapped is None
+        list(lt.generate(checked.context, [PROMPT] * 4, drafter, max_tokens=12, ignore_eos=True))
+    assert is_empty(checked.context)
+    assert checked.context.tapped is None
 
 
-def test_all_drafters_are_reset_though_one_fails(world: World) -> None:
+def test_all_drafters_are_reset_though_one_fails(checked: CheckedContext) -> None:
     """The next generation finds those that did not fail as new."""
 
     class Failing(Noting):
@@ -197,19 +186,19 @@ def test_all_drafters_are_reset_though_one_fails(world: World) -> None:
 
     ngram, noting = lt.NGramDrafter(2, 1), Noting()
     with pytest.raises(RuntimeError, match="of mine"):
-        list(lt.generate(world.context, [PROMPT] * 2, [noting, ngram, Failing()], max_tokens=9))
-    assert is_empty(world.context)
+        list(lt.generate(checked.context, [PROMPT] * 2, [noting, ngram, Failing()], max_tokens=9))
+    assert is_empty(checked.context)
     assert noting.texts == {}
-    found = list(lt.generate(world.context, [PROMPT] * 3, [noting, ngram], max_tokens=12, ignore_eos=True))
-    assert [one.tokens.tolist() for one in found] == [world.expected] * 3
+    found = list(lt.generate(checked.context, [PROMPT] * 3, [noting, ngram], max_tokens=12, ignore_eos=True))
+    assert [one.tokens.tolist() for one in found] == [checked.expected] * 3
 
 
 @pytest.mark.parametrize("layers", [None, 5, "norm!", [99], [1.5]], ids=str)
-def test_layers_that_are_none_are_refused(layers: Any, world: World) -> None:
+def test_layers_that_are_none_are_refused(layers: Any, checked: CheckedContext) -> None:
     drafter = Noting()
     drafter.target_layers = layers
     with pytest.raises(lt.InvalidInputError, match="layer"):
-        list(lt.generate(world.context, PROMPT, drafter, max_tokens=3))
+        list(lt.generate(checked.context, PROMPT, drafter, max_tokens=3))
 
 
 @pytest.mark.parametrize("requests", [None, [1], {0: None}, {0: (5, 3, 4)}], ids=str)

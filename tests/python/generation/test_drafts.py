@@ -1,4 +1,4 @@
-"""A drafter changes no token: whatever it drafts, the text is the one without it, token for token."""
+"""Drafting is lossless: with any drafter the text is the one without it, token for token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SEED = 77
 
 
 @dataclass(frozen=True)
-class World:
+class KnownTexts:
     """Random float32 models, prompts (the last two repeat themselves), and what a loop by hand says."""
 
     model: lt.Model
@@ -47,7 +47,7 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KnownTexts]:
     folder = tmp_path_factory.mktemp("drafts")
     tiny = TinyLlama()
     rng = np.random.default_rng(3)
@@ -61,7 +61,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             ]
             for name, sampling in SAMPLING.items()
         }
-        yield World(
+        yield KnownTexts(
             model,
             nearly(tiny, folder / "near.gguf"),
             drafters.write_eagle3(folder / "eagle3.gguf"),
@@ -78,51 +78,51 @@ def beside(context: lt.Context, path: Path, **options: Any) -> lt.SpeculativeCon
     return lt.SpeculativeContext(context, path, **{"n_threads": 1, "n_ubatch": 32, **options})
 
 
-def ngram(world: World, context: lt.Context) -> lt.Drafter:
+def ngram(known: KnownTexts, context: lt.Context) -> lt.Drafter:
     return lt.NGramDrafter(3, 1, n_max=5)
 
 
-def near_model(world: World, context: lt.Context, **options: Any) -> lt.Drafter:
-    return lt.ModelDrafter(context, beside(context, world.near, as_model=True, **options), n_max=4)
+def near_model(known: KnownTexts, context: lt.Context, **options: Any) -> lt.Drafter:
+    return lt.ModelDrafter(context, beside(context, known.near, as_model=True, **options), n_max=4)
 
 
-def eagle3(world: World, context: lt.Context, **options: Any) -> lt.Drafter:
-    return lt.Eagle3Drafter(beside(context, world.eagle3, **options), n_max=4)
+def eagle3(known: KnownTexts, context: lt.Context, **options: Any) -> lt.Drafter:
+    return lt.Eagle3Drafter(beside(context, known.eagle3, **options), n_max=4)
 
 
-def mtp(world: World, context: lt.Context, **options: Any) -> lt.Drafter:
-    return lt.MtpDrafter(beside(context, world.mtp, **options), n_max=3)
+def mtp(known: KnownTexts, context: lt.Context, **options: Any) -> lt.Drafter:
+    return lt.MtpDrafter(beside(context, known.mtp, **options), n_max=3)
 
 
-def chained_mtp(world: World, context: lt.Context, **options: Any) -> lt.Drafter:
-    return lt.MtpDrafter(beside(context, world.chained, **options), n_max=3)
+def chained_mtp(known: KnownTexts, context: lt.Context, **options: Any) -> lt.Drafter:
+    return lt.MtpDrafter(beside(context, known.chained, **options), n_max=3)
 
 
-def dflash(world: World, context: lt.Context, **options: Any) -> lt.Drafter:
-    return lt.DFlashDrafter(beside(context, world.dflash, **options), n_max=4)
+def dflash(known: KnownTexts, context: lt.Context, **options: Any) -> lt.Drafter:
+    return lt.DFlashDrafter(beside(context, known.dflash, **options), n_max=4)
 
 
-def dspark(world: World, context: lt.Context, **options: Any) -> lt.Drafter:
-    return lt.DFlashDrafter(beside(context, world.dspark, **options), n_max=4)
+def dspark(known: KnownTexts, context: lt.Context, **options: Any) -> lt.Drafter:
+    return lt.DFlashDrafter(beside(context, known.dspark, **options), n_max=4)
 
 
-def nonsense(world: World, context: lt.Context) -> lt.Drafter:
-    return Guessing(world.model.n_vocab)
+def nonsense(known: KnownTexts, context: lt.Context) -> lt.Drafter:
+    return Guessing(known.model.n_vocab)
 
 
-def half_right(world: World, context: lt.Context) -> lt.Drafter:
-    return Guessing(world.model.n_vocab, world.texts(), wrong=0.3)
+def half_right(known: KnownTexts, context: lt.Context) -> lt.Drafter:
+    return Guessing(known.model.n_vocab, known.texts(), wrong=0.3)
 
 
-def chain(world: World, context: lt.Context) -> Any:
-    return [lt.NGramDrafter(3, 2), half_right(world, context), eagle3(world, context)]
+def chain(known: KnownTexts, context: lt.Context) -> Any:
+    return [lt.NGramDrafter(3, 2), half_right(known, context), eagle3(known, context)]
 
 
-def function(world: World, context: lt.Context) -> Callable[[NDArray[np.intc]], Sequence[int]]:
+def function(known: KnownTexts, context: lt.Context) -> Callable[[NDArray[np.intc]], Sequence[int]]:
     return lambda tokens: [*tokens[-3:].tolist(), 0, 1, 2]
 
 
-#: Those of which some drafts are known to stand.
+#: Drafters of which some drafts are known to be accepted.
 SOME_STAND = (ngram, near_model, half_right, chain)
 OF_FILES = (near_model, eagle3, mtp, chained_mtp, dflash, dspark)
 KINDS = (ngram, *OF_FILES, nonsense, half_right, chain, function)
@@ -130,16 +130,16 @@ KINDS = (ngram, *OF_FILES, nonsense, half_right, chain, function)
 
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_tokens_are_those_without_a_drafter(kind: Any, sampling: str, world: World) -> None:
+def test_tokens_are_those_without_a_drafter(kind: Any, sampling: str, known: KnownTexts) -> None:
     """Eight prompts on three sequences, some longer than a batch; twice, for a drafter must forget."""
     options = {"n_ctx": 1024, "n_seq_max": 3, "n_ubatch": 16, "n_batch": 32, **EXACT}
-    with world.model.context(**options) as context:
-        drafter = kind(world, context)
+    with known.model.context(**options) as context:
+        drafter = kind(known, context)
         for _ in range(2):
             found = list(
                 lt.generate(
                     context,
-                    world.prompts,
+                    known.prompts,
                     drafter,
                     max_tokens=MAX_TOKENS,
                     seed=SEED,
@@ -147,7 +147,7 @@ def test_tokens_are_those_without_a_drafter(kind: Any, sampling: str, world: Wor
                     **SAMPLING[sampling],
                 )
             )
-            assert [one.tokens.tolist() for one in found] == world.expected[sampling]
+            assert [one.tokens.tolist() for one in found] == known.expected[sampling]
             assert is_empty(context)
     drafted = sum(one.stats.drafted for one in found)
     accepted = sum(one.stats.accepted for one in found)
@@ -162,13 +162,13 @@ def test_tokens_are_those_without_a_drafter(kind: Any, sampling: str, world: Wor
 
 
 @pytest.mark.parametrize("kind", OF_FILES, ids=lambda kind: kind.__name__)
-def test_a_draft_context_of_another_size_changes_nothing(kind: Any, world: World) -> None:
-    """Of more sequences than the target has; and of so few tokens that it fills up before the texts end."""
-    prompts = [world.prompts[4] * 3, world.prompts[2]]
-    expected = [by_hand(world.model, prompt, MAX_TOKENS) for prompt in prompts]
-    with world.model.context(n_ctx=512, n_seq_max=2, **EXACT) as context:
+def test_a_draft_context_of_another_size_changes_nothing(kind: Any, known: KnownTexts) -> None:
+    """One draft context has more sequences than the target; one is so small that it fills up early."""
+    prompts = [known.prompts[4] * 3, known.prompts[2]]
+    expected = [by_hand(known.model, prompt, MAX_TOKENS) for prompt in prompts]
+    with known.model.context(n_ctx=512, n_seq_max=2, **EXACT) as context:
         for options in ({"n_seq_max": 5}, {"n_ctx": 256}, {"n_ubatch": 1}, {"flash_attn": True}):
-            drafter = kind(world, context, **options)
+            drafter = kind(known, context, **options)
             found = lt.generate(context, prompts, drafter, max_tokens=MAX_TOKENS, ignore_eos=True)
             assert [one.tokens.tolist() for one in found] == expected
 
@@ -176,7 +176,7 @@ def test_a_draft_context_of_another_size_changes_nothing(kind: Any, world: World
 @pytest.mark.parametrize("kv_unified", [True, False])
 @pytest.mark.parametrize("n_outputs_max", [0, 3])
 def test_drafts_longer_than_a_batch_or_its_outputs(
-    kv_unified: bool, n_outputs_max: int, world: World
+    kv_unified: bool, n_outputs_max: int, known: KnownTexts
 ) -> None:
     """Forty tokens of a draft, a batch of eight, three outputs a call."""
     options: dict[str, Any] = {
@@ -185,35 +185,35 @@ def test_drafts_longer_than_a_batch_or_its_outputs(
         "n_outputs_max": n_outputs_max,
         "kv_unified": kv_unified,
     }
-    with world.model.context(n_ctx=1024, n_seq_max=3, **options, **EXACT) as context:
-        drafter = Guessing(world.model.n_vocab, world.texts(), wrong=0.05, longest=40)
+    with known.model.context(n_ctx=1024, n_seq_max=3, **options, **EXACT) as context:
+        drafter = Guessing(known.model.n_vocab, known.texts(), wrong=0.05, longest=40)
         found = list(
-            lt.generate(context, world.prompts, drafter, max_tokens=MAX_TOKENS, seed=SEED, ignore_eos=True)
+            lt.generate(context, known.prompts, drafter, max_tokens=MAX_TOKENS, seed=SEED, ignore_eos=True)
         )
-    assert [one.tokens.tolist() for one in found] == world.expected["greedy"]
+    assert [one.tokens.tolist() for one in found] == known.expected["greedy"]
     assert max(len(one.stats.accepted_at) for one in found) > 20
 
 
-def test_a_drafter_of_some_is_as_good_as_one_of_all(world: World) -> None:
-    """Sequences may be left out, and be given nothing."""
+def test_a_drafter_of_some_is_as_good_as_one_of_all(known: KnownTexts) -> None:
+    """A drafter may leave sequences out or give them empty drafts."""
 
     class Some(Guessing):
         def draft(self, requests: Mapping[int, lt.DraftRequest]) -> Mapping[int, lt.Draft]:
             found = dict(super().draft(requests))
             return {seq: draft for seq, draft in found.items() if seq != 1}
 
-    with world.model.context(n_ctx=1024, n_seq_max=3, **EXACT) as context:
-        drafter = Some(world.model.n_vocab, world.texts(), wrong=0.5)
+    with known.model.context(n_ctx=1024, n_seq_max=3, **EXACT) as context:
+        drafter = Some(known.model.n_vocab, known.texts(), wrong=0.5)
         found = list(
-            lt.generate(context, world.prompts, drafter, max_tokens=MAX_TOKENS, seed=SEED, ignore_eos=True)
+            lt.generate(context, known.prompts, drafter, max_tokens=MAX_TOKENS, seed=SEED, ignore_eos=True)
         )
-    assert [one.tokens.tolist() for one in found] == world.expected["greedy"]
+    assert [one.tokens.tolist() for one in found] == known.expected["greedy"]
     assert {one.stats.drafted > 0 for one in found} == {True, False}
 
 
-def test_a_drafter_is_told_of_all_that_happens(world: World) -> None:
-    """`Guessing` checks that positions go on and that requests follow what stood; the last text is whole."""
-    prompt, tokens = world.prompts[2], world.expected["greedy"][2]
+def test_a_drafter_is_told_of_all_that_happens(known: KnownTexts) -> None:
+    """`Guessing` checks positions and requests against accepted tokens; the last text is complete."""
+    prompt, tokens = known.prompts[2], known.expected["greedy"][2]
 
     class Keeping(Guessing):
         forgotten: list[tuple[int, list[int]]]
@@ -224,8 +224,8 @@ def test_a_drafter_is_told_of_all_that_happens(world: World) -> None:
                 self.forgotten.append((seq, list(self.texts[seq])))
             super().reset(seq)
 
-    with world.model.context(n_ctx=256, **EXACT) as context:
-        drafter = Keeping(world.model.n_vocab, world.texts(), wrong=0.4)
+    with known.model.context(n_ctx=256, **EXACT) as context:
+        drafter = Keeping(known.model.n_vocab, known.texts(), wrong=0.4)
         drafter.forgotten = []
         list(lt.generate(context, prompt, drafter, max_tokens=MAX_TOKENS, ignore_eos=True))
         assert drafter.forgotten == [(0, [*prompt, *tokens[:-1]])]
@@ -240,14 +240,14 @@ def test_a_drafter_is_told_of_all_that_happens(world: World) -> None:
 
 @settings(derandomize=True, deadline=None, max_examples=40, database=None)
 @given(data=st.data())
-def test_any_arrangement_is_a_loop_by_hand(data: st.DataObject, world: World) -> None:
+def test_any_arrangement_is_a_loop_by_hand(data: st.DataObject, known: KnownTexts) -> None:
     """Sizes, prompts, drafts and ends of all kinds, against the texts that are known."""
     sampling = data.draw(st.sampled_from(sorted(SAMPLING)))
-    chosen = data.draw(st.lists(st.integers(0, len(world.prompts) - 1), min_size=1, max_size=5))
+    chosen = data.draw(st.lists(st.integers(0, len(known.prompts) - 1), min_size=1, max_size=5))
     max_tokens = data.draw(st.sampled_from((1, 2, 9, MAX_TOKENS)))
     # Seeds go with the place in the list: where that is another one, tokens are made by hand.
     whole = [
-        by_hand(world.model, world.prompts[p], max_tokens, seed=seed_of(SEED, i), **SAMPLING[sampling])
+        by_hand(known.model, known.prompts[p], max_tokens, seed=seed_of(SEED, i), **SAMPLING[sampling])
         for i, p in enumerate(chosen)
     ]
     stops = data.draw(
@@ -265,17 +265,17 @@ def test_any_arrangement_is_a_loop_by_hand(data: st.DataObject, world: World) ->
         "n_outputs_max": data.draw(st.sampled_from((0, 4))),
     }
     drafter = Guessing(
-        world.model.n_vocab,
-        [[*world.prompts[p], *text] for p, text in zip(chosen, whole, strict=True)],
+        known.model.n_vocab,
+        [[*known.prompts[p], *text] for p, text in zip(chosen, whole, strict=True)],
         wrong=data.draw(st.sampled_from((0.0, 0.2, 0.7))),
         longest=data.draw(st.integers(1, 12)),
         seed=data.draw(st.integers(0, 99)),
     )
-    with world.model.context(n_ctx=256 * n_seq_max, **options, **EXACT) as context:
+    with known.model.context(n_ctx=256 * n_seq_max, **options, **EXACT) as context:
         found = list(
             lt.generate(
                 context,
-                [world.prompts[p] for p in chosen],
+                [known.prompts[p] for p in chosen],
                 drafter,
                 max_tokens=max_tokens,
                 seed=SEED,

@@ -1,4 +1,4 @@
-"""Generation without a drafter: the tokens of a loop by hand, however many prompts there are at once."""
+"""Generation without a drafter gives the tokens of a hand-written loop, for any number of prompts at once."""
 
 from __future__ import annotations
 
@@ -35,12 +35,6 @@ F = cycle()
 LENGTHS = (9, 1, 40, 16, 23, 71, 2)
 CUT = {"n_ubatch": 16, "n_batch": 32}
 SEED = 2**32 - 5  # the seeds of later prompts go round
-
-
-@pytest.fixture(scope="module")
-def rigged_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lt.Model]:
-    with lt.Model(rigged.write_rigged_model(tmp_path_factory.mktemp("rigged") / "rigged.gguf", F)) as model:
-        yield model
 
 
 @pytest.fixture
@@ -93,7 +87,7 @@ def test_one_prompt_is_what_a_loop_by_hand_gives(
 def test_prompts_together_are_those_alone(
     sampling: str, n_seq_max: int, kv_unified: bool, tiny_model: lt.Model, rng: np.random.Generator
 ) -> None:
-    """With fewer sequences than prompts, some enter as others end: here each at its own time."""
+    """With fewer sequences than prompts, a prompt starts when another text ends."""
     prompts = ragged(rng, tiny_model.n_vocab, LENGTHS)
     whole = [
         by_hand(tiny_model, prompt, 30, seed=seed_of(SEED, i), **SAMPLING[sampling])
@@ -213,7 +207,7 @@ def test_penalties_see_the_prompt(
 
 
 def test_one_decode_serves_all(rigged_model: lt.Model, decodes: list[int]) -> None:
-    """Of what a pass holds a drafter is told: one that drafts nothing."""
+    """A drafter that drafts nothing records what each pass holds."""
     prompts = [[1, *range(3, 3 + length)] for length in (5, 2, 30, 11)]
     with rigged_model.context(n_ctx=512, n_seq_max=3, **EXACT) as context:
         noting = Noting()
@@ -227,7 +221,7 @@ def test_one_decode_serves_all(rigged_model: lt.Model, decodes: list[int]) -> No
     last = noting.batches[6:]
     assert [list(counts.values()) for counts in last] == [[12], [1], [1], [1], [1], [1]]
     assert noting.texts == {}
-    # And there is no pass that it is not told of.
+    # The drafter is told of every pass.
     assert decodes == [40, 3, 3, 3, 3, 3, 12, 1, 1, 1, 1, 1]
 
 
@@ -236,7 +230,7 @@ def test_one_decode_serves_all(rigged_model: lt.Model, decodes: list[int]) -> No
 def test_long_prompts_enter_in_pieces(
     n_batch: int, n_seq_max: int, tiny_model: lt.Model, rng: np.random.Generator, decodes: list[int]
 ) -> None:
-    """Of no more than an engine call, while others go on: what is held at a time does not grow with them."""
+    """Chunks are at most one engine call, while other texts go on: memory does not grow with prompts."""
     prompts = ragged(rng, tiny_model.n_vocab, (5, 300, 9, 170, 1))
     expected = [by_hand(tiny_model, prompt, 20, seed=seed_of(3, i)) for i, prompt in enumerate(prompts)]
     decodes.clear()
@@ -285,7 +279,7 @@ def test_states_of_texts_are_not_those_of_prompts(
 
 
 def test_the_last_state_costs_a_decode_when_asked(rigged_model: lt.Model, decodes: list[int]) -> None:
-    """Where no pass has seen the token; one that ends inside of a draft has been seen."""
+    """It costs a decode where no pass has seen the last token; a text that ends inside a draft needs none."""
     follow = lt.CallableDrafter(lambda tokens: by_token(F)(tokens.tolist(), 4))
     with rigged_model.context(n_ctx=256, **EXACT) as context:
         cases: list[tuple[Any, Any, list[int], list[int]]] = [
@@ -330,7 +324,7 @@ def test_results_come_in_the_order_of_the_prompts(tmp_path: Path) -> None:
         for prompt, one in zip(prompts, found, strict=True):
             assert one.tokens.tolist() == [*range(prompt[-1] + 1, 31), 2]
             assert one.finish_reason == "stop"
-        # Those that are ready are given out before all are.
+        # Finished generations are given out before all are finished.
         results = lt.generate(context, [[1, 30], [1, 5], [1, 5]], max_tokens=25)
         assert next(results).tokens.tolist() == [2]
         assert not is_empty(context)
@@ -358,7 +352,7 @@ def test_a_context_does_other_work_before_and_after(tiny_model: lt.Model, rng: n
 def test_log_probabilities_are_those_of_a_fresh_prefill(
     tiny_model: lt.Model, rng: np.random.Generator
 ) -> None:
-    """Of the target's logits as they are: neither penalties nor temperature change them."""
+    """They are of the raw logits: neither penalties nor temperature change them."""
     prompts = ragged(rng, tiny_model.n_vocab, (25, 8))
     with tiny_model.context(n_ctx=256, n_seq_max=2, **EXACT) as context:
         found = list(
@@ -402,7 +396,7 @@ def test_log_probabilities_of_the_token_alone_or_of_all(tiny_model: lt.Model) ->
 
 
 def test_log_probabilities_of_tokens_that_are_alike_come_in_order() -> None:
-    """Of several that are as likely as the last that is wanted, the first."""
+    """Equally likely tokens come in the order of their ids."""
     logits = np.array([1, 3, 3, 5, 3, 2, 3, -np.inf], np.float32)
     for n in range(10):
         found = of_logits(logits, 5, n)
@@ -424,7 +418,7 @@ def test_log_probabilities_of_large_vocabularies_are_not_sorted(rng: np.random.G
 
 
 def test_a_script_is_followed(tmp_path: Path) -> None:
-    """What other files of tests build on."""
+    """Other tests rely on `scripted` models."""
     tokens = [3 + byte for byte in b"the quick"]
     tokens = list(dict.fromkeys(tokens))
     with lt.Model(scripted(tokens).write(tmp_path / "script.gguf")) as model:

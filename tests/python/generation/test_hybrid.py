@@ -1,4 +1,4 @@
-"""Targets whose memory gives up a part of a sequence for a few tokens only, or not at all.
+"""Targets whose memory can roll back a few tokens only, or none.
 
 Hybrid and recurrent models, which hold a state beside or instead of a cache, and sliding windows that keep no
 more than the window. After a draft that was rejected, everything must be as if it had never been.
@@ -25,7 +25,7 @@ import llamatap as lt
 MAX_TOKENS = 18
 LENGTHS = (5, 23, 40)
 SEED = 13
-#: Of some architectures the engine computes GELU or its like from a table, which magnifies rounding.
+#: For some architectures the engine reads GELU or the like from a table, which magnifies rounding.
 BOUND = 5e-4
 
 
@@ -124,7 +124,7 @@ def run(target: Target, context: lt.Context, drafter: Any, sampling: str, **opti
 
 @pytest.mark.parametrize(("sampling", "n_seq_max"), [("greedy", 1), ("drawn", 3)])
 def test_tokens_are_those_without_a_drafter(sampling: str, n_seq_max: int, target: Target) -> None:
-    """Drafts of any length, wrong always, often and seldom; several sequences have drafts of their own."""
+    """Drafts of any length that are always, often or seldom wrong, for several sequences."""
     drafters: dict[str, Any] = {
         "none": None,
         "ngram": lt.NGramDrafter(2, 1, n_max=4),
@@ -168,7 +168,7 @@ def test_what_comes_after_a_rejection_is_what_a_fresh_prefill_gives(target: Targ
 
 @pytest.mark.parametrize("n_seq_max", [1, 3])
 def test_a_text_may_end_inside_of_a_draft(n_seq_max: int, target: Target) -> None:
-    """The others go on, and prompts enter in its place."""
+    """The others go on, and waiting prompts take its place."""
     for wrong, places in ((0.05, (6,)), (0.5, (1, 11))):
         for place in places:
             stops = {tokens[place] for tokens in target.expected["greedy"]}
@@ -186,7 +186,7 @@ def test_a_text_may_end_inside_of_a_draft(n_seq_max: int, target: Target) -> Non
 
 @pytest.mark.parametrize("wrong", [0.05, 0.5, 1.0])
 def test_states_of_tokens_are_those_of_the_whole_text(wrong: float, target: Target) -> None:
-    """What is computed again after a rejection does not get into them."""
+    """Rows recomputed after a rejection do not get into the states."""
     layers: list[lt.LayerId] = [0, 1, -1]
     with target.context(2) as context:
         drafter = target.guessing(wrong=wrong, longest=4)
@@ -259,7 +259,7 @@ def test_calls_of_few_outputs_take_drafts_too(
 def test_an_ubatch_that_is_too_small_is_refused_with_the_context(
     n_seq_max: int, n_ubatch: int, files: Callable[[str], Path]
 ) -> None:
-    """If there is a context, it works, with as many sequences as it says."""
+    """A context that was created works with as many sequences as it says."""
     with lt.Model(files("tiny-qwen35")) as model:
         try:
             context = model.context(n_ctx=512, n_rs_seq=4, n_seq_max=n_seq_max, n_ubatch=n_ubatch, **EXACT)

@@ -1,5 +1,6 @@
-"""Drafters with a model beside targets that hold a state: what a draft that did not stand leaves behind, in
-the target and in the draft's own memory, must change nothing."""
+"""Model drafters beside recurrent and hybrid targets: a rejected draft must leave no trace.
+
+That holds for the target's memory and for the draft's own."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ import llamatap as lt
 
 MAX_TOKENS = 20
 SEED = 31
-#: Of the engine's own files, and of one of ours.
+#: Targets: architectures of the engine's own files, and one of ours.
 OF_THE_ENGINE = ("jamba", "mamba", "falcon-h1")
 #: name: the file, and options of the context.
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -112,7 +113,7 @@ KINDS: list[Callable[..., lt.Drafter]] = [eagle3, model]
 def test_tokens_are_those_without_a_drafter(
     kind: Callable[..., lt.Drafter], sampling: str, n_seq_max: int, target: Target
 ) -> None:
-    """Alone, and behind another that is often right, so that drafts stand in part."""
+    """The drafter works alone, and behind one that is often right, so that drafts are accepted in part."""
     with target.context(n_seq_max) as context:
         drafter = kind(target, context)
         for one in (drafter, drafter, [target.guessing(sampling, wrong=0.4, longest=4), drafter]):
@@ -124,7 +125,7 @@ def test_tokens_are_those_without_a_drafter(
 
 
 class Telling(Guessing):
-    """Tells distributions with its drafts: most of it on the drafted token."""
+    """A drafter that gives distributions, most of the probability on the drafted token."""
 
     def draft(self, requests: Mapping[int, lt.DraftRequest]) -> Mapping[int, lt.Draft]:
         found = {}

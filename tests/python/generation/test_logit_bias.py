@@ -64,7 +64,7 @@ def test_what_is_ruled_out_never_comes(tiny_model: lt.Model) -> None:
         assert sampler.sample_logits(np.zeros(tiny_model.n_vocab, np.float32)) == left
     with pytest.raises(lt.InvalidInputError, match="rules all tokens out"):
         lt.Sampler(tiny_model, logit_bias={**bias, left: -math.inf})
-    # Of the others this one is -infinity already.
+    # The remaining token has a logit of -infinity already.
     logits = np.full(tiny_model.n_vocab, 1, np.float32)
     logits[left] = -np.inf
     with pytest.raises(lt.InvalidInputError, match="no token possible"):
@@ -118,7 +118,7 @@ def test_later_changes_of_the_mapping_change_nothing(tiny_model: lt.Model) -> No
 
 
 def greedily(model: lt.Model, prompt: list[int], count: int, bias: dict[int, float]) -> list[int]:
-    """Argmax of NumPy's, one decode a token."""
+    """Greedy text by NumPy's argmax, one decode a token."""
     found: list[int] = []
     with model.context(n_ctx=512, **EXACT) as context:
         context.decode(lt.Batch.of(prompt))

@@ -1,4 +1,4 @@
-"""Calls of generate that are wrong: each raises what is documented, and the next text is right.
+"""Wrong calls of generate raise the documented error, and the next text is right.
 
 Drafters that are wrong are in test_bad_drafters.py.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.generation import EXACT, PROMPT, Guessing, Noting, World, by_hand, is_empty, small_world
+from support.generation import EXACT, PROMPT, CheckedContext, Guessing, Noting, by_hand, is_empty
 from support.invalid_arguments import INVALID, with_drafter, with_options, with_prompts
 from support.tiny import TinyLlama
 from support.tiny_models import drafters
@@ -26,28 +26,16 @@ import llamatap
 lt: Any = llamatap
 
 
-@pytest.fixture(scope="module")
-def whole_world(tiny_path: Path) -> Iterator[World]:
-    with small_world(tiny_path) as world:
-        yield world
-
-
-@pytest.fixture
-def world(whole_world: World) -> Iterator[World]:
-    yield whole_world
-    whole_world.check()
-
-
 @pytest.mark.parametrize("name", INVALID)
-def test_wrong_arguments_raise_before_anything(name: str, world: World) -> None:
-    """Not at the first token, but when generate is called; with a message that says what was found."""
+def test_wrong_arguments_raise_before_anything(name: str, checked: CheckedContext) -> None:
+    """They raise when generate is called, not at the first token, with a message that names the value."""
     with pytest.raises(lt.InvalidInputError) as caught:
-        INVALID[name](world)
+        INVALID[name](checked)
     assert len(str(caught.value)) > 10
-    assert is_empty(world.context)
+    assert is_empty(checked.context)
 
 
-def test_words_of_errors_are_those_of_the_arguments(world: World) -> None:
+def test_words_of_errors_are_those_of_the_arguments(checked: CheckedContext) -> None:
     wrong: dict[str, Any]
     for wrong, words in (
         ({"max_tokens": 0}, "max_tokens must be in 1.*not 0"),
@@ -57,76 +45,78 @@ def test_words_of_errors_are_those_of_the_arguments(world: World) -> None:
         ({"logprobs": -1}, "logprobs must be in 0"),
     ):
         with pytest.raises(lt.InvalidInputError, match=words):
-            with_options(**wrong)(world)
-    for wrong_drafter in ("eagle3.gguf", Path("eagle3.gguf"), world.model):
+            with_options(**wrong)(checked)
+    for wrong_drafter in ("eagle3.gguf", Path("eagle3.gguf"), checked.model):
         with pytest.raises(lt.InvalidInputError, match=r"load_drafter\(context"):
-            with_drafter(wrong_drafter)(world)
+            with_drafter(wrong_drafter)(checked)
     prompt: Any
     for prompt in (None, [], np.zeros((2, 3), np.int32)):
         with pytest.raises(lt.InvalidInputError, match="prompt"):
-            with_prompts(prompt)(world)
+            with_prompts(prompt)(checked)
 
 
 @pytest.mark.parametrize("wrap", [lambda d: d, lambda d: [d], lambda d: [llamatap.NGramDrafter(), d]])
-def test_a_drafter_of_another_context_is_refused(wrap: Any, world: World, tmp_path: Path) -> None:
-    """In a chain as well: it would be told of texts that are not in its target."""
-    with world.model.context(n_ctx=256, n_seq_max=2, **EXACT) as other:
+def test_a_drafter_of_another_context_is_refused(wrap: Any, checked: CheckedContext, tmp_path: Path) -> None:
+    """Chains are refused as well: the drafter would be fed texts that its target does not hold."""
+    with checked.model.context(n_ctx=256, n_seq_max=2, **EXACT) as other:
         eagle3 = lt.SpeculativeContext(other, drafters.write_eagle3(tmp_path / "eagle3.gguf"))
-        for foreign in (lt.Eagle3Drafter(eagle3), lt.ModelDrafter(other, world.model)):
-            for target in (world.context, world.model):
+        for foreign in (lt.Eagle3Drafter(eagle3), lt.ModelDrafter(other, checked.model)):
+            for target in (checked.context, checked.model):
                 with pytest.raises(lt.InvalidInputError, match="another context"):
                     lt.generate(target, PROMPT, wrap(foreign), max_tokens=3)
 
 
 @pytest.mark.parametrize("wrap", [lambda d: d, lambda d: [llamatap.NGramDrafter(), [d]]])
-def test_a_draft_context_of_fewer_sequences(wrap: Any, world: World, tmp_path: Path) -> None:
-    """No more go at once than it has."""
+def test_a_draft_context_of_fewer_sequences(wrap: Any, checked: CheckedContext, tmp_path: Path) -> None:
+    """No more texts run at once than the draft context has sequences."""
     path = drafters.write_eagle3(tmp_path / "eagle3.gguf")
-    spec = lt.SpeculativeContext(world.context, path, n_seq_max=1, n_threads=1)
+    spec = lt.SpeculativeContext(checked.context, path, n_seq_max=1, n_threads=1)
     drafter = wrap(lt.Eagle3Drafter(spec))
-    found = list(lt.generate(world.context, [PROMPT] * 3, drafter, max_tokens=12, ignore_eos=True))
-    assert [one.tokens.tolist() for one in found] == [world.expected] * 3
-    assert is_empty(world.context)
+    found = list(lt.generate(checked.context, [PROMPT] * 3, drafter, max_tokens=12, ignore_eos=True))
+    assert [one.tokens.tolist() for one in found] == [checked.expected] * 3
+    assert is_empty(checked.context)
 
 
-def test_a_context_that_holds_tokens_is_refused(world: World) -> None:
-    world.context.decode(lt.Batch.of([5, 6], seq=1))
+def test_a_context_that_holds_tokens_is_refused(checked: CheckedContext) -> None:
+    checked.context.decode(lt.Batch.of([5, 6], seq=1))
     with pytest.raises(lt.InvalidInputError, match=r"sequence 1 .* holds tokens.*clear"):
-        lt.generate(world.context, PROMPT)
-    assert world.context.memory.last(1) == 1
-    world.context.memory.clear()
+        lt.generate(checked.context, PROMPT)
+    assert checked.context.memory.last(1) == 1
+    checked.context.memory.clear()
 
 
-def test_an_open_tap_is_refused_where_states_are_needed(world: World) -> None:
-    """Else it sees the passes of the text."""
+def test_an_open_tap_is_refused_where_states_are_needed(checked: CheckedContext) -> None:
+    """Without states asked for, the tap sees the passes of the text."""
     for stream in (False, True):
-        with world.context.tap([2]) as tap:
+        with checked.context.tap([2]) as tap:
             with pytest.raises(lt.InvalidInputError, match="tap is open"):
-                list(lt.generate(world.context, PROMPT, states="last", stream=stream))
-            assert is_empty(world.context)
-            (found,) = lt.generate(world.context, PROMPT, max_tokens=12, ignore_eos=True)
-            assert tap.states.tokens.tolist() == world.expected[-2:-1]
-        assert found.tokens.tolist() == world.expected
+                list(lt.generate(checked.context, PROMPT, states="last", stream=stream))
+            assert is_empty(checked.context)
+            (found,) = lt.generate(checked.context, PROMPT, max_tokens=12, ignore_eos=True)
+            assert tap.states.tokens.tolist() == checked.expected[-2:-1]
+        assert found.tokens.tolist() == checked.expected
 
 
-def test_what_a_drafter_is_made_of_is_none(world: World, tmp_path: Path) -> None:
-    spec = lt.SpeculativeContext(world.context, drafters.write_eagle3(tmp_path / "eagle3.gguf"), n_threads=1)
+def test_what_a_drafter_is_made_of_is_none(checked: CheckedContext, tmp_path: Path) -> None:
+    spec = lt.SpeculativeContext(
+        checked.context, drafters.write_eagle3(tmp_path / "eagle3.gguf"), n_threads=1
+    )
     with pytest.raises(lt.InvalidInputError, match=r"load_drafter\(context"):
-        lt.generate(world.context, PROMPT, spec)
-    # It does, and says whether it can be used with rejection.
+        lt.generate(checked.context, PROMPT, spec)
+    # load_drafter makes a drafter of it, and says whether it can be used with rejection.
     for temperature in (0.0, 0.5):
-        made = lt.load_drafter(world.context, spec, temperature=temperature)
+        made = lt.load_drafter(checked.context, spec, temperature=temperature)
         for drafter in (made, [made], [made, made]):
             if temperature > 0:
-                lt.generate(world.context, PROMPT, drafter, rejection=True, temperature=1.0).close()
+                lt.generate(checked.context, PROMPT, drafter, rejection=True, temperature=1.0).close()
                 continue
             with pytest.raises(lt.InvalidInputError, match="temperature above 0"):
-                lt.generate(world.context, PROMPT, drafter, rejection=True, temperature=1.0)
+                lt.generate(checked.context, PROMPT, drafter, rejection=True, temperature=1.0)
         with pytest.raises(lt.InvalidInputError, match="temperature above 0"):
-            lt.generate(world.context, PROMPT, [made, lt.NGramDrafter()], rejection=True)
+            lt.generate(checked.context, PROMPT, [made, lt.NGramDrafter()], rejection=True)
 
 
-def test_a_model_that_generates_nothing(world: World, tmp_path: Path) -> None:
+def test_a_model_that_generates_nothing(checked: CheckedContext, tmp_path: Path) -> None:
     with lt.Model(FILES["bert"]().write(tmp_path / "bert.gguf")) as bert:
         with pytest.raises(lt.UnsupportedError, match="bert models do not generate"):
             lt.generate(bert, [5, 6])
@@ -191,7 +181,7 @@ def test_a_second_thread_gets_an_error_of_ours(tiny_path: Path) -> None:
 
 
 def test_threads_that_fight_over_a_context_get_errors_of_ours(tiny_path: Path) -> None:
-    """Whoever gets through has the right tokens, and afterwards all is well."""
+    """A thread that gets through has the right tokens, and the context works afterwards."""
     with lt.Model(tiny_path) as model, model.context(n_ctx=512, n_seq_max=2, **EXACT) as context:
         expected = by_hand(model, PROMPT, 12)
         ended = time.monotonic() + 1.5
@@ -216,4 +206,4 @@ def test_threads_that_fight_over_a_context_get_errors_of_ours(tiny_path: Path) -
         assert texts
         assert all(text == expected for text in texts)
         context.memory.clear()
-        World(model, context, expected).check()
+        CheckedContext(model, context, expected).check()

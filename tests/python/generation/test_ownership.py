@@ -1,33 +1,21 @@
-"""A generation has its context and its drafter for itself, gives both back, and says so to all others."""
+"""A generation owns its context and its drafter until it ends; others get an error that says so."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.generation import EXACT, PROMPT, Guessing, Noting, World, is_empty, small_world
+from support.generation import EXACT, PROMPT, CheckedContext, Guessing, Noting, is_empty
 
 import llamatap as lt
 
 OPTIONS: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def whole_world(tiny_path: Path) -> Iterator[World]:
-    with small_world(tiny_path) as world:
-        yield world
-
-
-@pytest.fixture
-def world(whole_world: World) -> Iterator[World]:
-    yield whole_world
-    whole_world.check()
 
 
 CHANGES: dict[str, Callable[[lt.Context], Any]] = {
@@ -43,61 +31,63 @@ CHANGES: dict[str, Callable[[lt.Context], Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_the_memory_is_not_changed_under_a_generation(name: str, world: World) -> None:
-    """Neither between its rounds, nor by its drafter, nor while it holds nothing for a moment."""
+def test_the_memory_is_not_changed_under_a_generation(name: str, checked: CheckedContext) -> None:
+    """Refused between rounds, from inside its drafter, and while it holds nothing for a moment."""
 
     class Meddling(Guessing):
         def process(self, batch: lt.Batch) -> None:
             super().process(batch)
             with pytest.raises(lt.BusyError, match="generation is going on"):
-                CHANGES[name](world.context)
+                CHANGES[name](checked.context)
 
-    with world.model.context(n_ctx=256, **EXACT) as context:
+    with checked.model.context(n_ctx=256, **EXACT) as context:
         tokens: list[list[int]] = [[], []]
         for event in lt.generate(context, [PROMPT] * 2, stream=True, **OPTIONS):
             tokens[event.index].append(event.token)
             if event.index == 0 or event.final is None:
                 with pytest.raises(lt.BusyError, match="generation is going on"):
                     CHANGES[name](context)
-        assert tokens == [world.expected] * 2
+        assert tokens == [checked.expected] * 2
         CHANGES["clear"](context)
-    drafter = Meddling(world.model.n_vocab, [[*PROMPT, *world.expected]])
-    (found,) = lt.generate(world.context, PROMPT, drafter, **OPTIONS)
-    assert found.tokens.tolist() == world.expected
+    drafter = Meddling(checked.model.n_vocab, [[*PROMPT, *checked.expected]])
+    (found,) = lt.generate(checked.context, PROMPT, drafter, **OPTIONS)
+    assert found.tokens.tolist() == checked.expected
 
 
-def test_a_drafter_may_look_at_the_context(world: World) -> None:
+def test_a_drafter_may_look_at_the_context(checked: CheckedContext) -> None:
     class Looking(Noting):
         target_layers = (1,)
         saved = b""
 
         def process(self, batch: lt.Batch) -> None:
             super().process(batch)
-            assert world.context.tapped is not None
-            assert len(world.context.tapped.array) == len(batch)
-            assert world.context.memory.last(0) >= 0
-            self.saved = world.context.save(0)
+            assert checked.context.tapped is not None
+            assert len(checked.context.tapped.array) == len(batch)
+            assert checked.context.memory.last(0) >= 0
+            self.saved = checked.context.save(0)
 
     drafter = Looking()
-    (found,) = lt.generate(world.context, PROMPT, drafter, **OPTIONS)
-    assert found.tokens.tolist() == world.expected
-    world.context.restore(0, drafter.saved)
-    assert world.context.memory.last(0) == len(PROMPT) + 10
-    world.context.memory.clear()
+    (found,) = lt.generate(checked.context, PROMPT, drafter, **OPTIONS)
+    assert found.tokens.tolist() == checked.expected
+    checked.context.restore(0, drafter.saved)
+    assert checked.context.memory.last(0) == len(PROMPT) + 10
+    checked.context.memory.clear()
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_with_its_last_result_it_is_over(stream: bool, world: World) -> None:
-    """Though nobody asked whether there is more."""
+def test_with_its_last_result_it_is_over(stream: bool, checked: CheckedContext) -> None:
+    """The generation ends with its last result, without a further call of next()."""
     drafter = lt.NGramDrafter()
-    events: Any = lt.generate(world.context, PROMPT, drafter, states="last", **{"stream": stream, **OPTIONS})
+    events: Any = lt.generate(
+        checked.context, PROMPT, drafter, states="last", **{"stream": stream, **OPTIONS}
+    )
     for event in events:
         if not stream or event.final is not None:
             break
-    assert world.context.tapped is None
-    assert is_empty(world.context)
-    (other,) = lt.generate(world.context, PROMPT, drafter, **OPTIONS)
-    assert other.tokens.tolist() == world.expected
+    assert checked.context.tapped is None
+    assert is_empty(checked.context)
+    (other,) = lt.generate(checked.context, PROMPT, drafter, **OPTIONS)
+    assert other.tokens.tolist() == checked.expected
     assert list(events) == []
 
 
@@ -107,7 +97,7 @@ def test_a_context_that_another_thread_uses_at_the_end_is_not_busy_for_ever(tiny
         stream = lt.generate(context, PROMPT, Noting(), stream=True, **OPTIONS)
         next(stream)
         batch = lt.Batch.of(np.random.default_rng(0).integers(3, 259, 6000).tolist(), seq=1)
-        # As a call that came in before the generation.
+        # Like a call that came in before the generation.
         thread = threading.Thread(target=context.native.decode, args=[batch])
         thread.start()
         time.sleep(0.1)
@@ -122,7 +112,7 @@ def test_a_context_that_another_thread_uses_at_the_end_is_not_busy_for_ever(tiny
         assert len(found.tokens) == 12
 
 
-def test_a_context_is_given_back_whatever_ends_the_tidying(world: World) -> None:
+def test_a_context_is_given_back_whatever_ends_the_tidying(checked: CheckedContext) -> None:
     class Impatient(Noting):
         impatient = False
 
@@ -132,18 +122,18 @@ def test_a_context_is_given_back_whatever_ends_the_tidying(world: World) -> None
                 raise KeyboardInterrupt
 
     drafter = Impatient()
-    stream = lt.generate(world.context, [PROMPT] * 2, drafter, stream=True, **OPTIONS)
+    stream = lt.generate(checked.context, [PROMPT] * 2, drafter, stream=True, **OPTIONS)
     next(stream)
     drafter.impatient = True
     with pytest.raises(KeyboardInterrupt):
         stream.close()
     drafter.impatient = False
-    assert is_empty(world.context)
-    (found,) = lt.generate(world.context, PROMPT, drafter, **OPTIONS)
-    assert found.tokens.tolist() == world.expected
+    assert is_empty(checked.context)
+    (found,) = lt.generate(checked.context, PROMPT, drafter, **OPTIONS)
+    assert found.tokens.tolist() == checked.expected
 
 
-def test_the_first_cause_comes_out(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_cause_comes_out(checked: CheckedContext, caplog: pytest.LogCaptureFixture) -> None:
     class Failing(Noting):
         failed = False
 
@@ -156,11 +146,11 @@ def test_the_first_cause_comes_out(world: World, caplog: pytest.LogCaptureFixtur
                 raise RuntimeError("of the tidying")
 
     with caplog.at_level(logging.WARNING, "llamatap"), pytest.raises(LookupError, match="the cause"):
-        list(lt.generate(world.context, [PROMPT] * 2, Failing(), **OPTIONS))
+        list(lt.generate(checked.context, [PROMPT] * 2, Failing(), **OPTIONS))
     assert "of the tidying" in caplog.text
-    # With no other cause it is one itself.
+    # Without another cause it is raised itself.
     failing = Failing()
-    stream = lt.generate(world.context, PROMPT, failing, stream=True, **OPTIONS)
+    stream = lt.generate(checked.context, PROMPT, failing, stream=True, **OPTIONS)
     next(stream)
     failing.failed = True
     with pytest.raises(RuntimeError, match="of the tidying"):
@@ -168,24 +158,24 @@ def test_the_first_cause_comes_out(world: World, caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.parametrize("wrap", [lambda d: d, lambda d: [d], lambda d: [lt.NGramDrafter(), [d]]])
-def test_a_drafter_is_of_one_generation_at_a_time(wrap: Any, world: World) -> None:
-    drafter = Guessing(world.model.n_vocab, [[*PROMPT, *world.expected]])
-    with world.model.context(n_ctx=256, **EXACT) as other:
+def test_a_drafter_is_of_one_generation_at_a_time(wrap: Any, checked: CheckedContext) -> None:
+    drafter = Guessing(checked.model.n_vocab, [[*PROMPT, *checked.expected]])
+    with checked.model.context(n_ctx=256, **EXACT) as other:
         late = lt.generate(other, PROMPT, wrap(drafter), **OPTIONS)
-        stream = lt.generate(world.context, PROMPT, wrap(drafter), stream=True, **OPTIONS)
+        stream = lt.generate(checked.context, PROMPT, wrap(drafter), stream=True, **OPTIONS)
         tokens = [next(stream).token]
         with pytest.raises(lt.BusyError, match="drafter is in use"):
             lt.generate(other, PROMPT, wrap(drafter), **OPTIONS)
         with pytest.raises(lt.BusyError, match="drafter is in use"):
             next(late)
         tokens += [event.token for event in stream]
-        assert tokens == world.expected
+        assert tokens == checked.expected
         (found,) = lt.generate(other, PROMPT, wrap(drafter), **OPTIONS)
-        assert found.tokens.tolist() == world.expected
+        assert found.tokens.tolist() == checked.expected
 
 
-def test_what_a_drafter_knows_from_before_is_forgotten(world: World) -> None:
-    """As when it was driven by hand, and nobody told it of the end."""
+def test_what_a_drafter_knows_from_before_is_forgotten(checked: CheckedContext) -> None:
+    """The drafter was driven by hand before and never reset."""
     known: list[lt.Drafter] = [
         lt.NGramDrafter(2, 1),
         Noting(),
@@ -194,5 +184,5 @@ def test_what_a_drafter_knows_from_before_is_forgotten(world: World) -> None:
     for drafter in known:
         drafter.process(lt.Batch.of([7, 8, 9], seq=0))
         drafter.process(lt.Batch.of([7, 8], seq=1))
-        found = list(lt.generate(world.context, [PROMPT] * 2, drafter, **OPTIONS))
-        assert [one.tokens.tolist() for one in found] == [world.expected] * 2
+        found = list(lt.generate(checked.context, [PROMPT] * 2, drafter, **OPTIONS))
+        assert [one.tokens.tolist() for one in found] == [checked.expected] * 2

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: those of a plain decode with all rows as outputs, however prompts are fed."""
+"""Log-probabilities of prompts equal those of a plain decode with all rows as outputs, however chunked."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_other_memories(name: str, tmp_path: Path) -> None:
 def test_logits_of_no_more_rows_than_one_ubatch_are_there_at_once(
     tiny_model: lt.Model, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Never of a whole prompt. Prompts that want no log-probabilities are fed as fast as ever beside them."""
+    """Logits never exist for a whole prompt; prompts without log-probabilities are prefilled as fast as ever."""
     outputs, sizes = [], []
     decode = lt.Context._decode
 
@@ -234,14 +234,14 @@ def test_no_text(tiny_model: lt.Model, prompts: list[list[int]], expected: list[
 
 
 def test_of_a_model(tiny_model: lt.Model, prompts: list[list[int]], expected: list[Rows]) -> None:
-    """Its context is sized to prompts of no text."""
+    """A Model brings a context that is sized to prompts without generated tokens."""
     for one, rows in zip(
         lt.generate(tiny_model, prompts, max_tokens=0, prompt_logprobs=0), expected, strict=True
     ):
         assert one.prompt_logprobs is not None
         for entry, row in zip(one.prompt_logprobs[1:], rows, strict=False):
             assert entry is not None
-            # With the KV cache in float16.
+            # The KV cache is float16 here.
             assert entry.logprob == pytest.approx(row[entry.token], abs=2e-2)
 
 
@@ -275,7 +275,7 @@ def test_a_cancelled_prompt_has_those_that_were_computed(rounds: int, tiny_model
     assert event.final is not None
     assert event.final.finish_reason == "cancelled"
     assert event.prompt_logprobs == event.final.prompt_logprobs
-    # A row more than it has itself: that of the last token computed is of the next one.
+    # One row more than rows of its own: the last computed row predicts the next token.
     check(event.final, plain(tiny_model, prompt), 2, 16 * rounds + 1)
 
 

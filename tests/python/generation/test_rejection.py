@@ -1,4 +1,4 @@
-"""What is drawn, with drafts and without, follows the target's distribution: chi-square tests.
+"""Tokens drawn with and without drafts follow the target's distribution: chi-square tests.
 
 Rigged models of a low margin: after token t, F[t] has a logit of 3 and every other token of 0. So the
 distance from F[t] to what is drawn has one distribution, whatever the text. Drafters prefer other tokens.
@@ -25,7 +25,7 @@ import llamatap as lt
 
 
 def target_distribution(temperature: float = 1.0, top_k: int = 0) -> Array:
-    """By distance from F[t]."""
+    """The target's distribution over the distance from F[t]."""
     weights = np.ones(N)
     weights[0] = math.exp(MARGIN / temperature)
     if top_k == 1:
@@ -35,7 +35,7 @@ def target_distribution(temperature: float = 1.0, top_k: int = 0) -> Array:
 
 
 def distances(found: Iterable[lt.Generation]) -> list[list[int]]:
-    """Of each token of each text, from what the table says after the one before."""
+    """Distance of each token from the table's prediction after the token before it, for each text."""
     result = []
     for one in found:
         text = [int(one.prompt[-1]), *one.tokens.tolist()]
@@ -75,7 +75,7 @@ def model(context: lt.Context, folder: Path) -> lt.Drafter:
 
 
 def eagle3(context: lt.Context, folder: Path) -> lt.Drafter:
-    """With a head for every other token."""
+    """An EAGLE-3 drafter whose head knows every other token."""
     path = rigged.write_rigged_eagle3(
         folder / "drafter.gguf", F, G, half="token", draft_vocab=range(0, N, 2), margin=MARGIN
     )
@@ -94,7 +94,7 @@ def dspark(context: lt.Context, folder: Path) -> lt.Drafter:
 
 
 def rigged_qwen35(path: Path) -> Path:
-    """Of the target's distribution, as its blocks add nothing to the stream; but they do have a state."""
+    """A qwen35 file with the target's distribution: its blocks add nothing, but they have recurrent state."""
     model = TinyQwen35(n_vocab=N)
     for name, values in model.weights.items():
         if name.endswith(("attn_output.weight", "ssm_out.weight", "ffn_down.weight")):
@@ -112,7 +112,7 @@ OPTIONS: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True}
 
 
 def test_the_statistic_tells_the_target_from_the_drafter() -> None:
-    """Were every draft accepted, this is what would come out, and at half the number of tokens."""
+    """The test fails for a drafter whose drafts are all accepted, even with half the tokens."""
     rng = np.random.default_rng(0)
     assert p_value(counted(drawn(target_distribution(), rng, 4000)), target_distribution()) > 0.001
     drafted = np.full(N, RARE)
@@ -166,7 +166,7 @@ def test_texts_of_a_target_with_a_state_follow_it(n_rs_seq: int, tmp_path: Path)
 
 
 def test_a_drafter_that_lies_changes_the_distribution(context: lt.Context) -> None:
-    """The rule is at work, and the tests above can see when it is not."""
+    """The rejection rule is at work: a drafter that lies about its distribution changes the result."""
     drafter = Drawing(1, tells="that all are alike")
     found = lt.generate(context, PROMPTS, drafter, max_tokens=200, seed=6, rejection=True, **OPTIONS)
     counts = counted(distance for row in distances(found) for distance in row)
@@ -174,7 +174,7 @@ def test_a_drafter_that_lies_changes_the_distribution(context: lt.Context) -> No
 
 
 def test_as_much_is_accepted_as_the_rule_says(context: lt.Context) -> None:
-    """Sum of min(p, q) with it, sum of p q by drawing on both sides; and all where q is p."""
+    """The acceptance is sum(min(p, q)) with the rule, and sum(p q) where both sides draw."""
     p = target_distribution()
     q = np.full(N, RARE)
     q[7] = LIKELY
@@ -203,7 +203,7 @@ def test_a_draft_from_the_target_itself_is_always_accepted(
 
 
 def test_samplers_cut_the_distribution(context: lt.Context, tmp_path: Path) -> None:
-    """What a drafter likes and the target's sampler rules out never comes."""
+    """A token that the target's sampler rules out never comes, however likely a drafter finds it."""
     drafter = model(context, tmp_path)
     options = {**OPTIONS, "temperature": 1.4}
     found = lt.generate(context, PROMPTS, drafter, max_tokens=200, rejection=True, seed=8, **options)
@@ -235,8 +235,10 @@ def test_without_a_temperature_the_tokens_are_the_most_likely(
 
 
 def test_a_token_does_not_depend_on_how_the_one_before_was_drawn(context: lt.Context) -> None:
-    """The first comes of the prompt's pass, the second of the rule: with one number for both, what the first
-    is would tell whether a draft stands."""
+    """The first token comes from the prompt's pass, the second from the rejection rule.
+
+    With one random number for both, the first token would tell whether a draft is accepted.
+    """
     found = lt.generate(context, [[1, 9]] * 3000, Drawing(1), max_tokens=3, seed=1, rejection=True, **OPTIONS)
     pairs = np.array([one.tokens[:2] for one in found])
     favoured = pairs[:, 1] == np.array(G)[pairs[:, 0]]

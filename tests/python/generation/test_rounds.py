@@ -1,8 +1,8 @@
-"""Rounds, drafts and acceptance, token by token, where all of it is known: models that follow a table."""
+"""Rounds, drafts and acceptance, token by token, of rigged models whose every token is known."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,13 +28,6 @@ MAX_TOKENS = 23
 #: Given a context, a folder, the drafter's table and its n_max: a drafter and what it drafts.
 Made: TypeAlias = "tuple[Any, Draft]"
 Maker: TypeAlias = "Callable[[lt.Context, Path, Table, int], Made]"
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lt.Model]:
-    path = rigged.write_rigged_model(tmp_path_factory.mktemp("rounds") / "target.gguf", F)
-    with lt.Model(path) as model:
-        yield model
 
 
 def beside(context: lt.Context, path: Path, *, as_model: bool = False) -> lt.SpeculativeContext:
@@ -75,7 +68,7 @@ def chained_mtp(context: lt.Context, folder: Path, table: Table, n_max: int) -> 
 
 
 def ngrams(longest: int, shortest: int) -> Draft:
-    """What followed the last time that the longest n-gram came by, up to here, again and again."""
+    """Oracle of NGramDrafter: the continuation of the latest earlier longest n-gram, repeated as needed."""
 
     def draft(text: Sequence[int], n_max: int) -> list[int]:
         for n in range(longest, shortest - 1, -1):
@@ -150,10 +143,10 @@ def check(found: lt.Generation, expected: Simulation) -> None:
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
 def test_rounds_are_those_of_the_simulation(
-    make: Maker, name: str, n_max: int, target: lt.Model, tmp_path: Path
+    make: Maker, name: str, n_max: int, rigged_model: lt.Model, tmp_path: Path
 ) -> None:
     """Five prompts on three sequences: each has the rounds that it would have alone."""
-    with target.context(n_ctx=512, n_seq_max=3, **EXACT) as context:
+    with rigged_model.context(n_ctx=512, n_seq_max=3, **EXACT) as context:
         drafter, draft = make(context, tmp_path, TABLES[name], n_max)
         for _ in range(2):
             found = list(lt.generate(context, PROMPTS, drafter, max_tokens=MAX_TOKENS, ignore_eos=True))
@@ -164,10 +157,10 @@ def test_rounds_are_those_of_the_simulation(
 
 @pytest.mark.parametrize(("name", "per_round"), [("all", 5.0), ("none", 1.0), ("two", 3.0)])
 def test_the_tables_are_what_they_are_called(
-    name: str, per_round: float, target: lt.Model, tmp_path: Path
+    name: str, per_round: float, rigged_model: lt.Model, tmp_path: Path
 ) -> None:
     """31 = 1 + 30 tokens: six rounds of five, thirty of one, ten of three."""
-    with target.context(n_ctx=256, **EXACT) as context:
+    with rigged_model.context(n_ctx=256, **EXACT) as context:
         drafter, _ = model(context, tmp_path, TABLES[name], 4)
         (found,) = lt.generate(context, [1, 11, 12], drafter, max_tokens=31)
     stats = found.stats
@@ -177,7 +170,7 @@ def test_the_tables_are_what_they_are_called(
 
 
 def test_ngrams_of_a_text_that_goes_round(tmp_path: Path) -> None:
-    """Ten tokens over and over: a draft is right once the text has come round, or its prompt has."""
+    """Ten tokens over and over: drafts are right once the text or its prompt has repeated."""
     table = cycle()
     table[22] = 13
     path = rigged.write_rigged_model(tmp_path / "round.gguf", table)
@@ -229,9 +222,9 @@ def test_one_sequence_ends_and_the_others_go_on(make: Maker, tmp_path: Path) -> 
     assert [len(one.tokens) for one in found] == [4, 14, 40, 5, 1]
 
 
-def test_a_draft_leaves_room_for_the_target(target: lt.Model, tmp_path: Path) -> None:
+def test_a_draft_leaves_room_for_the_target(rigged_model: lt.Model, tmp_path: Path) -> None:
     """A text is never longer than asked for, and the last rounds draft no more than can be used."""
-    with target.context(n_ctx=256, n_seq_max=2, **EXACT) as context:
+    with rigged_model.context(n_ctx=256, n_seq_max=2, **EXACT) as context:
         drafter, draft = model(context, tmp_path, F, 5)
         for max_tokens in range(1, 16):
             found = list(lt.generate(context, PROMPTS[:2], drafter, max_tokens=max_tokens))
@@ -242,8 +235,8 @@ def test_a_draft_leaves_room_for_the_target(target: lt.Model, tmp_path: Path) ->
                 assert one.stats.drafted == one.stats.accepted == expected.n_drafted
 
 
-def test_every_length_of_acceptance(target: lt.Model) -> None:
-    """Drafts of 0 to 8 tokens of which the first 0 to 8 stand, each in a round of its own."""
+def test_every_length_of_acceptance(rigged_model: lt.Model) -> None:
+    """Drafts of 0 to 8 tokens of which the first 0 to 8 are accepted, each in its own round."""
     plan = [(length, right) for length in range(9) for right in range(length + 1)]
 
     class Planned(Noting):
@@ -259,7 +252,7 @@ def test_every_length_of_acceptance(target: lt.Model) -> None:
             return tokens
 
     n_tokens = 1 + sum(right + 1 for _, right in plan)
-    with target.context(n_ctx=512, **EXACT) as context:
+    with rigged_model.context(n_ctx=512, **EXACT) as context:
         drafter = Planned()
         (found,) = lt.generate(context, [1, 12], drafter, max_tokens=n_tokens + 10)
     assert found.tokens.tolist() == simulate(F, by_token(F), [1, 12], 0, n_tokens + 10).tokens

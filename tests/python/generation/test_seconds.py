@@ -1,4 +1,4 @@
-"""Where the time of a generation went: all of it is in one of three figures."""
+"""Time accounting of a generation: all of it is in one of three figures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Clock:
 
 
 class Slow(Guessing):
-    """Takes time for all that it does."""
+    """A drafter whose every method takes time."""
 
     clock: Clock
 
@@ -89,7 +89,7 @@ def test_every_second_is_in_its_figure(
         options: dict[str, Any] = {"max_tokens": 20, "states": states, "ignore_eos": True}
         for one in lt.generate(context, prompts, drafter, **options):
             found.append(one)
-            # What the caller takes is nobody's.
+            # The caller's own time counts nowhere.
             clock.now += 1e6
     stats = [one.stats for one in found]
     assert backs

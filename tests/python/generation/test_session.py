@@ -1,10 +1,10 @@
-"""Sessions: prompts that come at any time, with options of their own, are what generate gives for each."""
+"""Sessions: a prompt added at any time, with its own options, gives what generate gives for it alone."""
 
 from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.generation import EXACT, Guessing, by_hand, is_empty
 from support.numerics import relative
-from support.sessions import CUT, World, check, drafter_of, finals, session_world
+from support.sessions import CUT, Workload, check, drafter_of, finals
 from support.tiny_models import rigged
 from support.tiny_models.rigged import cycle
 
@@ -21,31 +21,25 @@ from llamatap.generation.api import generate
 from llamatap.generation.options import checked_options
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with session_world(tmp_path_factory.mktemp("session")) as found:
-        yield found
-
-
 @pytest.mark.parametrize("n_seq_max", [1, 3])
 @pytest.mark.parametrize("kind", ["none", "ngram", "guessing", "model", "eagle3"])
-def test_prompts_that_come_at_any_time_are_those_alone(kind: str, n_seq_max: int, world: World) -> None:
+def test_prompts_that_come_at_any_time_are_those_alone(kind: str, n_seq_max: int, workload: Workload) -> None:
     rng = np.random.default_rng(n_seq_max)
-    with world.model.context(n_seq_max=n_seq_max, **CUT) as context:
-        with lt.Session(context, drafter_of(kind, world, context)) as session:
+    with workload.model.context(n_seq_max=n_seq_max, **CUT) as context:
+        with lt.Session(context, drafter_of(kind, workload, context)) as session:
             for _ in range(2):
-                coming = rng.permutation(len(world.prompts)).tolist()
+                coming = rng.permutation(len(workload.prompts)).tolist()
                 known: dict[int, int] = {}
                 events: dict[int, list[lt.Event]] = {}
                 while coming or session.pending:
                     for _ in range(min(len(coming), int(rng.integers(0, 3)) if session.pending else 1)):
                         at = coming.pop()
-                        index = session.add(world.prompts[at], **world.options[at])
+                        index = session.add(workload.prompts[at], **workload.options[at])
                         known[index] = at
                         events[index] = []
                     for event in session.step():
                         events[event.index].append(event)
-                assert len(known) == len(world.prompts)
+                assert len(known) == len(workload.prompts)
                 for index, at in known.items():
                     *before, last = events[index]
                     assert last.final is not None
@@ -53,18 +47,18 @@ def test_prompts_that_come_at_any_time_are_those_alone(kind: str, n_seq_max: int
                     assert all(event.final is None for event in before)
                     assert [event.token for event in events[index]] == last.final.tokens.tolist()
                     assert "".join(event.text for event in events[index]) == last.final.text
-                    check(world, at, last.final)
+                    check(workload, at, last.final)
                 assert session.step() == []
                 assert is_empty(context)
         assert context.tapped is None
 
 
-def test_texts_are_drafted_for_whoever_is_beside_them(world: World) -> None:
-    """Rejection is of the prompt: each draws what it draws alone."""
-    prompts = world.prompts[:4]
+def test_texts_are_drafted_for_whoever_is_beside_them(workload: Workload) -> None:
+    """Rejection is an option of the request: each draws the tokens that it draws alone."""
+    prompts = workload.prompts[:4]
     options: dict[str, Any] = {"ignore_eos": True, "max_tokens": 30, "temperature": 0.9}
-    with world.model.context(n_seq_max=4, **CUT) as context:
-        spec = lt.SpeculativeContext(context, world.other, as_model=True, **EXACT)
+    with workload.model.context(n_seq_max=4, **CUT) as context:
+        spec = lt.SpeculativeContext(context, workload.other, as_model=True, **EXACT)
         drafter = lt.ModelDrafter(context, spec, n_max=3, temperature=0.8)
         alone = [
             next(lt.generate(context, prompt, drafter, seed=i, rejection=i % 2 == 1, **options))
@@ -85,10 +79,10 @@ def test_texts_are_drafted_for_whoever_is_beside_them(world: World) -> None:
     assert all(found[i].stats.accepted > 0 for i in (1, 3))
 
 
-def test_a_seed_is_drawn_for_each_prompt_that_has_none(world: World) -> None:
-    with world.model.context(n_seq_max=4, **CUT) as context, lt.Session(context) as session:
+def test_a_seed_is_drawn_for_each_prompt_that_has_none(workload: Workload) -> None:
+    with workload.model.context(n_seq_max=4, **CUT) as context, lt.Session(context) as session:
         for _ in range(4):
-            session.add(world.prompts[0], temperature=1.0, max_tokens=12, ignore_eos=True)
+            session.add(workload.prompts[0], temperature=1.0, max_tokens=12, ignore_eos=True)
         assert len({tuple(one.tokens.tolist()) for one in finals(session).values()}) == 4
 
 
@@ -99,8 +93,8 @@ def test_options_that_are_not_given_are_those_of_generate() -> None:
             assert theirs[name].default == one.default
 
 
-def test_what_is_pending_waits_and_goes_on(world: World) -> None:
-    with world.model.context(n_seq_max=2, **CUT) as context, lt.Session(context) as session:
+def test_what_is_pending_waits_and_goes_on(workload: Workload) -> None:
+    with workload.model.context(n_seq_max=2, **CUT) as context, lt.Session(context) as session:
         assert session
         assert (session.step(), session.pending, len(session)) == ([], 0, 0)
         for count in (1, 2, 3):
@@ -114,11 +108,14 @@ def test_what_is_pending_waits_and_goes_on(world: World) -> None:
         assert pending == [2, 1, 1, 0]
 
 
-def test_first_come_first_served_though_a_later_one_would_fit(world: World) -> None:
-    with world.model.context(n_seq_max=3, **{**CUT, "n_ctx": 256}) as context, lt.Session(context) as session:
-        first = session.add(world.prompts[0], max_tokens=150, ignore_eos=True)
-        large = session.add(world.prompts[1], max_tokens=150, ignore_eos=True)
-        small = session.add(world.prompts[6], max_tokens=2, ignore_eos=True)
+def test_first_come_first_served_though_a_later_one_would_fit(workload: Workload) -> None:
+    with (
+        workload.model.context(n_seq_max=3, **{**CUT, "n_ctx": 256}) as context,
+        lt.Session(context) as session,
+    ):
+        first = session.add(workload.prompts[0], max_tokens=150, ignore_eos=True)
+        large = session.add(workload.prompts[1], max_tokens=150, ignore_eos=True)
+        small = session.add(workload.prompts[6], max_tokens=2, ignore_eos=True)
         order = []
         while session.pending:
             order += [event.index for event in session.step() if event.token >= 0]
@@ -126,17 +123,17 @@ def test_first_come_first_served_though_a_later_one_would_fit(world: World) -> N
         assert sorted(order[150:154]) == [large, large, small, small]
 
 
-def test_a_text_may_be_as_long_as_the_context_has_room(world: World) -> None:
-    with world.model.context(**{**CUT, "n_ctx": 256}) as context, lt.Session(context) as session:
-        session.add(world.prompts[0], max_tokens=10_000, ignore_eos=True)
+def test_a_text_may_be_as_long_as_the_context_has_room(workload: Workload) -> None:
+    with workload.model.context(**{**CUT, "n_ctx": 256}) as context, lt.Session(context) as session:
+        session.add(workload.prompts[0], max_tokens=10_000, ignore_eos=True)
         (found,) = finals(session).values()
     assert found.finish_reason == "context"
     assert len(found.prompt) + len(found.tokens) == 257
-    assert found.tokens.tolist() == by_hand(world.model, world.prompts[0], 248)
+    assert found.tokens.tolist() == by_hand(workload.model, workload.prompts[0], 248)
 
 
-def test_texts_go_on_while_a_long_prompt_enters(world: World) -> None:
-    with world.model.context(n_seq_max=2, **CUT) as context, lt.Session(context) as session:
+def test_texts_go_on_while_a_long_prompt_enters(workload: Workload) -> None:
+    with workload.model.context(n_seq_max=2, **CUT) as context, lt.Session(context) as session:
         short = session.add([5, 6], max_tokens=30, ignore_eos=True)
         session.step()
         long = session.add([7] * 300, max_tokens=1)
@@ -148,8 +145,8 @@ def test_texts_go_on_while_a_long_prompt_enters(world: World) -> None:
         assert all(indices == [short] for indices in rounds[:at])
 
 
-def test_a_short_prompt_enters_beside_a_long_one_and_neither_waits_for_ever(world: World) -> None:
-    with world.model.context(n_seq_max=3, **CUT) as context, lt.Session(context) as session:
+def test_a_short_prompt_enters_beside_a_long_one_and_neither_waits_for_ever(workload: Workload) -> None:
+    with workload.model.context(n_seq_max=3, **CUT) as context, lt.Session(context) as session:
         long = session.add([7] * 300, max_tokens=1)
         short = session.add([5] * 9, max_tokens=1)
         assert [event.index for event in session.step()] == [short]
@@ -165,8 +162,8 @@ def test_a_short_prompt_enters_beside_a_long_one_and_neither_waits_for_ever(worl
         assert len(ended) > 5
 
 
-def test_prompts_of_a_length_end_as_they_came(world: World) -> None:
-    with world.model.context(n_seq_max=3, **CUT) as context, lt.Session(context) as session:
+def test_prompts_of_a_length_end_as_they_came(workload: Workload) -> None:
+    with workload.model.context(n_seq_max=3, **CUT) as context, lt.Session(context) as session:
         for _ in range(3):
             session.add([7] * 64, max_tokens=1)
         rounds = []
@@ -237,16 +234,16 @@ def of(events: Sequence[lt.Event], index: int) -> list[lt.Event]:
     return [event for event in events if event.index == index]
 
 
-def test_one_that_waits_is_cancelled(world: World) -> None:
-    """It gives an event without a token, and the order of the others stays."""
-    with world.model.context(**CUT) as context, lt.Session(context) as session:
+def test_one_that_waits_is_cancelled(workload: Workload) -> None:
+    """A cancelled waiting request gives an event without a token; the others keep their order."""
+    with workload.model.context(**CUT) as context, lt.Session(context) as session:
         for at in (0, 5, 6, 11):
-            session.add(world.prompts[at], **world.options[at])
+            session.add(workload.prompts[at], **workload.options[at])
         session.step()
         session.cancel(1)
         session.cancel(2)
         *events, another = session.step()
-        # The round goes on for the one that is under way.
+        # The round goes on for the in-flight text.
         assert [event.index for event in events] == [1, 2]
         assert (another.index, another.final) == (0, None)
         for event in events:
@@ -264,8 +261,8 @@ def test_one_that_waits_is_cancelled(world: World) -> None:
         assert session.pending == 2
         found = finals(session)
         assert list(found) == [0, 3]
-        check(world, 0, found[0])
-        check(world, 11, found[3])
+        check(workload, 0, found[0])
+        check(workload, 11, found[3])
         # Too late for anything.
         for index in range(4):
             session.cancel(index)
@@ -273,11 +270,11 @@ def test_one_that_waits_is_cancelled(world: World) -> None:
 
 
 @pytest.mark.parametrize("kind", ["none", "guessing", "eagle3"])
-def test_one_under_way_is_cancelled(kind: str, world: World) -> None:
-    with world.model.context(n_seq_max=3, **CUT) as context:
-        with lt.Session(context, drafter_of(kind, world, context)) as session:
+def test_one_under_way_is_cancelled(kind: str, workload: Workload) -> None:
+    with workload.model.context(n_seq_max=3, **CUT) as context:
+        with lt.Session(context, drafter_of(kind, workload, context)) as session:
             for at in (0, 2, 11):
-                session.add(world.prompts[at], **world.options[at])
+                session.add(workload.prompts[at], **workload.options[at])
             events: list[lt.Event] = []
             while not (of(events, 1) and of(events, 2)):
                 events += session.step()
@@ -288,13 +285,13 @@ def test_one_under_way_is_cancelled(kind: str, world: World) -> None:
             assert last.final.finish_reason == "cancelled"
             n = len(last.final.tokens)
             assert 1 <= n < 20
-            assert last.final.tokens.tolist() == world.alone[2].tokens.tolist()[:n]
+            assert last.final.tokens.tolist() == workload.alone[2].tokens.tolist()[:n]
             assert last.final.states is not None
             assert len(last.final.states) == n
-            expected = world.alone[2].states
+            expected = workload.alone[2].states
             assert expected is not None
             assert relative(last.final.states.array, expected.array[:n]) < 1e-5
-            # An event's own way is the same.
+            # Cancelling by the event is the same.
             event = of(events, 2)[0]
             event.cancel()
             rounds += session.step()
@@ -303,17 +300,17 @@ def test_one_under_way_is_cancelled(kind: str, world: World) -> None:
             assert last.final.finish_reason == "cancelled"
             # The other one may have ended meanwhile.
             ended = {event.index: event.final for event in rounds if event.final is not None}
-            check(world, 0, (ended | finals(session))[0])
+            check(workload, 0, (ended | finals(session))[0])
         assert is_empty(context)
 
 
-def test_one_whose_prompt_enters_is_cancelled(world: World) -> None:
+def test_one_whose_prompt_enters_is_cancelled(workload: Workload) -> None:
     """States of what was computed of it are there."""
-    noting = Guessing(world.model.n_vocab)
-    with world.model.context(n_seq_max=2, **CUT) as context:
+    noting = Guessing(workload.model.n_vocab)
+    with workload.model.context(n_seq_max=2, **CUT) as context:
         with lt.Session(context, noting) as session:
             options: dict[str, Any] = {"states": "full", "prompt_states": True, "layers": [1, -1]}
-            session.add(world.prompts[10], **options)
+            session.add(workload.prompts[10], **options)
             assert session.step() == session.step() == []
             session.cancel(0)
             (event,) = session.step()
@@ -322,23 +319,23 @@ def test_one_whose_prompt_enters_is_cancelled(world: World) -> None:
             assert (len(event.final.tokens), event.final.text) == (0, "")
             states = event.final.prompt_states
             assert states is not None
-            assert states.tokens.tolist() == world.prompts[10][:64]
-            with lt.Extractor(world.model, **EXACT) as extractor:
-                assert relative(states.array, extractor(world.prompts[10], [1, -1]).array[:64]) < 1e-5
+            assert states.tokens.tolist() == workload.prompts[10][:64]
+            with lt.Extractor(workload.model, **EXACT) as extractor:
+                assert relative(states.array, extractor(workload.prompts[10], [1, -1]).array[:64]) < 1e-5
             assert is_empty(context)
             assert noting.texts == {}
-            session.add(world.prompts[0], **world.options[0])
-            check(world, 0, finals(session)[1])
+            session.add(workload.prompts[0], **workload.options[0])
+            check(workload, 0, finals(session)[1])
         assert context.generation is None
 
 
-def test_a_closed_session_gives_everything_back(world: World) -> None:
+def test_a_closed_session_gives_everything_back(workload: Workload) -> None:
     """Also with texts under way and others that wait."""
-    with world.model.context(n_seq_max=2, **CUT) as context:
-        noting = Guessing(world.model.n_vocab)
+    with workload.model.context(n_seq_max=2, **CUT) as context:
+        noting = Guessing(workload.model.n_vocab)
         session = lt.Session(context, noting)
         for at in (0, 2, 4, 5):
-            session.add(world.prompts[at], **world.options[at])
+            session.add(workload.prompts[at], **workload.options[at])
         session.step()
         session.step()
         assert not is_empty(context)
@@ -349,5 +346,5 @@ def test_a_closed_session_gives_everything_back(world: World) -> None:
         assert noting.texts == {}
         assert is_empty(context)
         assert context.generation is None
-        (found,) = lt.generate(context, world.prompts[11], noting, **world.options[11])
-        check(world, 11, found)
+        (found,) = lt.generate(context, workload.prompts[11], noting, **workload.options[11])
+        check(workload, 11, found)

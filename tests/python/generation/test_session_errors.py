@@ -1,4 +1,4 @@
-"""What goes wrong in a session is raised as documented: texts under way are dropped, and the others go on."""
+"""Errors in a session are raised as documented: in-flight texts are dropped, and the others go on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import invalid_arguments
-from support.generation import EXACT, PROMPT, Guessing, Noting, World, is_empty, small_world
+from support.generation import EXACT, PROMPT, CheckedContext, Guessing, Noting, is_empty
 from support.sessions import finals
 from support.tiny_models import drafters
 from support.tiny_models.registry import FILES
@@ -27,23 +27,11 @@ lt: Any = llamatap
 OPTIONS: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def whole_world(tiny_path: Path) -> Iterator[World]:
-    with small_world(tiny_path) as world:
-        yield world
-
-
-@pytest.fixture
-def world(whole_world: World) -> Iterator[World]:
-    yield whole_world
-    whole_world.check()
-
-
 class Failing(Guessing):
-    """Right about the text of a `World`, until one of its methods raises, once."""
+    """A drafter that knows the text of a `CheckedContext`; one of its methods raises once."""
 
-    def __init__(self, world: World, method: str, countdown: int) -> None:
-        super().__init__(world.model.n_vocab, [[*PROMPT, *world.expected]], wrong=0.2)
+    def __init__(self, checked: CheckedContext, method: str, countdown: int) -> None:
+        super().__init__(checked.model.n_vocab, [[*PROMPT, *checked.expected]], wrong=0.2)
         self.method = method
         self.countdown = countdown
 
@@ -72,7 +60,7 @@ class Failing(Guessing):
 
 @dataclass
 class Outcome:
-    """What became of the prompts of a session: right texts, and those that were dropped, by step."""
+    """Outcome of a session's prompts: right texts, and those that were dropped, by step."""
 
     right: dict[int, list[int]] = field(default_factory=dict)
     dropped: list[tuple[int, ...]] = field(default_factory=list)
@@ -92,7 +80,7 @@ class Outcome:
 
 
 def drive(session: llamatap.Session, cause: type[BaseException] = LookupError) -> Outcome:
-    """Steps until nothing is left, whatever is raised in them."""
+    """Step until nothing is left, recording what the steps raise."""
     found = Outcome()
     n = session.pending
     while session.pending:
@@ -108,10 +96,10 @@ def test_a_decode_that_fails(
     cause: type[BaseException],
     drafted: bool,
     countdown: int,
-    world: World,
+    checked: CheckedContext,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those under way are gone, whatever they were at; those that waited have the right tokens."""
+    """In-flight texts are dropped, whatever they were doing; waiting ones get the right tokens."""
     calls = 0
     decode = llamatap.Context._decode
 
@@ -122,27 +110,27 @@ def test_a_decode_that_fails(
             raise cause("the cause")
         decode(context, batch)
 
-    noting = Guessing(world.model.n_vocab, [[*PROMPT, *world.expected]]) if drafted else None
-    with lt.Session(world.context, noting) as session:
+    noting = Guessing(checked.model.n_vocab, [[*PROMPT, *checked.expected]]) if drafted else None
+    with lt.Session(checked.context, noting) as session:
         for _ in range(4):
             session.add(PROMPT, **OPTIONS)
         monkeypatch.setattr(llamatap.Context, "_decode", failing)
         with pytest.raises(cause, match="the cause"):
             finals(session)
         assert session.dropped == (0, 1)
-        assert (session.pending, world.context.tapped) == (2, None)
-        assert is_empty(world.context)
+        assert (session.pending, checked.context.tapped) == (2, None)
+        assert is_empty(checked.context)
         assert noting is None or noting.texts == {}
         session.cancel(0)
         session.add(PROMPT, **OPTIONS)
         found = finals(session)
         assert session.dropped == ()
     assert sorted(found) == [2, 3, 4]
-    assert [one.tokens.tolist() for one in found.values()] == [world.expected] * 3
-    assert is_empty(world.context)
+    assert [one.tokens.tolist() for one in found.values()] == [checked.expected] * 3
+    assert is_empty(checked.context)
 
 
-def test_a_decode_for_a_last_state_fails(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decode_for_a_last_state_fails(checked: CheckedContext, monkeypatch: pytest.MonkeyPatch) -> None:
     """The text that ended in the same round is dropped with the others: its event is lost."""
     decode = llamatap.Context._decode
 
@@ -152,35 +140,35 @@ def test_a_decode_for_a_last_state_fails(world: World, monkeypatch: pytest.Monke
         decode(context, batch)
 
     monkeypatch.setattr(llamatap.Context, "_decode", failing)
-    with lt.Session(world.context) as session:
+    with lt.Session(checked.context) as session:
         session.add(PROMPT, max_tokens=1)
         session.add(PROMPT, max_tokens=1, states="last")
         session.add(PROMPT, max_tokens=1, ignore_eos=True)
         with pytest.raises(LookupError):
             session.step()
         assert session.dropped == (0, 1)
-        assert [one.tokens.tolist() for one in finals(session).values()] == [world.expected[:1]]
+        assert [one.tokens.tolist() for one in finals(session).values()] == [checked.expected[:1]]
 
 
 @pytest.mark.parametrize("countdown", [1, 2, 3, 7])
 @pytest.mark.parametrize("method", ["process", "draft", "accept", "reset"])
-def test_a_drafter_that_fails(method: str, countdown: int, world: World) -> None:
-    failing = Failing(world, method, countdown)
-    with lt.Session(world.context, failing) as session:
+def test_a_drafter_that_fails(method: str, countdown: int, checked: CheckedContext) -> None:
+    failing = Failing(checked, method, countdown)
+    with lt.Session(checked.context, failing) as session:
         for _ in range(5):
             session.add(PROMPT, **OPTIONS)
         found = drive(session)
     (dropped,) = found.dropped
     assert 1 <= len(dropped) <= 2
-    assert all(tokens == world.expected for tokens in found.right.values())
-    assert is_empty(world.context)
+    assert all(tokens == checked.expected for tokens in found.right.values())
+    assert is_empty(checked.context)
     assert failing.texts == {}
 
 
 def test_a_drafter_that_always_fails_ends_with_the_prompts(
-    world: World, caplog: pytest.LogCaptureFixture
+    checked: CheckedContext, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also when it cannot be tidied up after: the first cause comes out."""
+    """The first error comes out even where the clean-up fails as well."""
 
     class Broken(Noting):
         def draft(self, requests: Mapping[int, Any]) -> Any:
@@ -193,7 +181,7 @@ def test_a_drafter_that_always_fails_ends_with_the_prompts(
                 self.broken = False
                 raise RuntimeError("of the tidying")
 
-    with lt.Session(world.context, Broken()) as session:
+    with lt.Session(checked.context, Broken()) as session:
         for _ in range(5):
             session.add(PROMPT, **OPTIONS)
         with caplog.at_level(logging.WARNING, "llamatap"):
@@ -201,16 +189,16 @@ def test_a_drafter_that_always_fails_ends_with_the_prompts(
     assert "of the tidying" in caplog.text
 
 
-def test_wrong_drafts_drop_and_do_not_end(world: World) -> None:
+def test_wrong_drafts_drop_and_do_not_end(checked: CheckedContext) -> None:
     class Wrong(Noting):
         def draft(self, requests: Mapping[int, Any]) -> Any:
             return 5
 
-    with lt.Session(world.context, Wrong()) as session:
+    with lt.Session(checked.context, Wrong()) as session:
         session.add(PROMPT, max_tokens=1, ignore_eos=True)
         session.add(PROMPT, **OPTIONS)
         found = drive(session, llamatap.InvalidInputError)
-        assert (found.right, found.dropped) == ({0: world.expected[:1]}, [(1,)])
+        assert (found.right, found.dropped) == ({0: checked.expected[:1]}, [(1,)])
 
 
 def test_a_memory_that_could_not_be_freed_is_freed_later(tiny_path: Path) -> None:
@@ -254,10 +242,10 @@ INVALID = {
 
 @pytest.mark.parametrize("name", INVALID)
 def test_wrong_arguments_are_refused_as_by_generate(
-    name: str, world: World, monkeypatch: pytest.MonkeyPatch
+    name: str, checked: CheckedContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When the prompt is added. What goes on is not disturbed."""
-    with lt.Session(world.context) as session:
+    with lt.Session(checked.context) as session:
         session.add(PROMPT, **OPTIONS)
         session.step()
         calls = []
@@ -270,15 +258,15 @@ def test_wrong_arguments_are_refused_as_by_generate(
 
         monkeypatch.setattr(llamatap, "generate", adding)
         with pytest.raises(lt.InvalidInputError) as caught:
-            INVALID[name](world)
+            INVALID[name](checked)
         assert calls
         assert len(str(caught.value)) > 10
         monkeypatch.undo()
-        assert finals(session)[0].tokens.tolist() == world.expected
+        assert finals(session)[0].tokens.tolist() == checked.expected
 
 
-def test_other_wrong_arguments(world: World, tmp_path: Path) -> None:
-    with lt.Session(world.context) as session:
+def test_other_wrong_arguments(checked: CheckedContext, tmp_path: Path) -> None:
+    with lt.Session(checked.context) as session:
         for options, words in (
             ({"prompt_states": 1}, "prompt_states must be True or False, not 1"),
             ({"prompt_states": None}, "prompt_states must be True or False"),
@@ -301,19 +289,19 @@ def test_other_wrong_arguments(world: World, tmp_path: Path) -> None:
         with pytest.raises(lt.InvalidInputError, match="no prompt 1; 1 were added"):
             session.cancel(1)
     with (
-        lt.Session(world.context, lt.NGramDrafter()) as session,
+        lt.Session(checked.context, lt.NGramDrafter()) as session,
         pytest.raises(lt.InvalidInputError, match="temperature above 0"),
     ):
         session.add(PROMPT, rejection=True)
-    for context in (None, world.model, world.context.native):
+    for context in (None, checked.model, checked.context.native):
         with pytest.raises(lt.InvalidInputError, match="context must be a Context"):
             lt.Session(context)
     with pytest.raises(lt.InvalidInputError, match="drafter must be"):
-        lt.Session(world.context, 5)
-    with world.model.context(n_ctx=256, **EXACT) as other:
+        lt.Session(checked.context, 5)
+    with checked.model.context(n_ctx=256, **EXACT) as other:
         eagle3 = lt.SpeculativeContext(other, drafters.write_eagle3(tmp_path / "eagle3.gguf"), n_threads=1)
         with pytest.raises(lt.InvalidInputError, match="another context"):
-            lt.Session(world.context, lt.Eagle3Drafter(eagle3))
+            lt.Session(checked.context, lt.Eagle3Drafter(eagle3))
         other.decode(lt.Batch.of([5]))
         with pytest.raises(lt.InvalidInputError, match="holds tokens"):
             lt.Session(other)
@@ -325,29 +313,29 @@ def test_other_wrong_arguments(world: World, tmp_path: Path) -> None:
         lt.Session(context)
 
 
-def test_a_session_has_its_context_and_drafter_for_itself(world: World) -> None:
-    drafter = Guessing(world.model.n_vocab)
-    with world.model.context(n_ctx=256, **EXACT) as other, lt.Session(world.context, drafter) as session:
+def test_a_session_has_its_context_and_drafter_for_itself(checked: CheckedContext) -> None:
+    drafter = Guessing(checked.model.n_vocab)
+    with checked.model.context(n_ctx=256, **EXACT) as other, lt.Session(checked.context, drafter) as session:
         for call in (
-            lambda: lt.Session(world.context),
-            lambda: lt.generate(world.context, PROMPT),
+            lambda: lt.Session(checked.context),
+            lambda: lt.generate(checked.context, PROMPT),
             lambda: lt.Session(other, [drafter]),
             lambda: lt.generate(other, PROMPT, drafter),
-            lambda: world.context.decode(lt.Batch.of([5])),
-            lambda: world.context.memory.clear(),
+            lambda: checked.context.decode(lt.Batch.of([5])),
+            lambda: checked.context.memory.clear(),
         ):
             with pytest.raises(lt.BusyError):
                 call()
         session.add(PROMPT, **OPTIONS)
-        assert finals(session)[0].tokens.tolist() == world.expected
-    stream = lt.generate(world.context, PROMPT, stream=True)
+        assert finals(session)[0].tokens.tolist() == checked.expected
+    stream = lt.generate(checked.context, PROMPT, stream=True)
     next(stream)
     with pytest.raises(lt.BusyError):
-        lt.Session(world.context)
+        lt.Session(checked.context)
     stream.close()
 
 
-def test_one_thread_at_a_time_is_in_a_step(world: World) -> None:
+def test_one_thread_at_a_time_is_in_a_step(checked: CheckedContext) -> None:
     """Nor may it be closed then; adding and cancelling go on."""
     inside, go_on = threading.Event(), threading.Event()
 
@@ -362,7 +350,7 @@ def test_one_thread_at_a_time_is_in_a_step(world: World) -> None:
             assert go_on.wait(60)
 
     found: dict[int, Any] = {}
-    with lt.Session(world.context, Waiting()) as session:
+    with lt.Session(checked.context, Waiting()) as session:
         session.add(PROMPT, **OPTIONS)
         thread = threading.Thread(target=lambda: found.update(finals(session)))
         thread.start()
@@ -377,7 +365,7 @@ def test_one_thread_at_a_time_is_in_a_step(world: World) -> None:
         assert session.pending == 3
         go_on.set()
         thread.join()
-        assert [found[index].tokens.tolist() for index in range(3)] == [world.expected] * 2 + [[]]
+        assert [found[index].tokens.tolist() for index in range(3)] == [checked.expected] * 2 + [[]]
 
 
 def test_what_is_closed_says_so(tiny_path: Path) -> None:
@@ -406,8 +394,8 @@ def test_what_is_closed_says_so(tiny_path: Path) -> None:
         lt.Session(context)
 
 
-def test_what_ends_the_block_comes_out(world: World) -> None:
-    """Whatever the tidying raises."""
+def test_what_ends_the_block_comes_out(checked: CheckedContext) -> None:
+    """The error of the block comes out even if closing raises as well."""
 
     class Failing(Noting):
         def reset(self, seq: int) -> None:
@@ -415,7 +403,7 @@ def test_what_ends_the_block_comes_out(world: World) -> None:
             if self.batches:
                 raise RuntimeError("of the tidying")
 
-    session = lt.Session(world.context, Failing())
+    session = lt.Session(checked.context, Failing())
     session.add(PROMPT, **OPTIONS)
 
     def block() -> None:

@@ -1,9 +1,8 @@
-"""States of prompts and texts: those who ask have them, and no pass is tapped, or made, for nobody."""
+"""States in sessions: requests that ask get them, and no pass is tapped or run without need."""
 
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from support.generation import EXACT, Guessing, Noting, is_empty, ragged
 from support.numerics import relative
-from support.sessions import CUT, World, drafter_of, finals, session_world
+from support.sessions import CUT, Workload, drafter_of, finals
 from support.tiny import TinyGemma3, TinyQwen35
 
 import llamatap as lt
@@ -20,15 +19,9 @@ import llamatap as lt
 EVERY: tuple[lt.LayerId, ...] = (0, 1, 2, 3, 4, "norm")
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with session_world(tmp_path_factory.mktemp("session")) as found:
-        yield found
-
-
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any, int]]:
-    """Of each pass: its entries, the layers that are tapped (None: it is not), and their rows."""
+    """For each pass: its entries, the tapped layers (None without a tap), and the captured rows."""
     found = []
     decode = lt.Context._decode
 
@@ -43,15 +36,15 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any, int]]:
     return found
 
 
-def extracted(world: World, text: Any, layers: Any) -> NDArray[np.float32]:
-    with lt.Extractor(world.model, **EXACT) as extractor:
+def extracted(workload: Workload, text: Any, layers: Any) -> NDArray[np.float32]:
+    with lt.Extractor(workload.model, **EXACT) as extractor:
         array: NDArray[np.float32] = extractor(text, layers).array
     return array
 
 
-def test_a_pass_is_tapped_for_those_who_ask(world: World, passes: list[tuple[int, Any, int]]) -> None:
-    """For the layers that they ask for, while they do."""
-    with world.model.context(n_seq_max=4, **CUT) as context, lt.Session(context) as session:
+def test_a_pass_is_tapped_for_those_who_ask(workload: Workload, passes: list[tuple[int, Any, int]]) -> None:
+    """A pass is tapped for the layers that current requests ask for."""
+    with workload.model.context(n_seq_max=4, **CUT) as context, lt.Session(context) as session:
         options: dict[str, Any] = {"ignore_eos": True}
 
         def step() -> list[tuple[int, Any, int]]:
@@ -59,25 +52,27 @@ def test_a_pass_is_tapped_for_those_who_ask(world: World, passes: list[tuple[int
             session.step()
             return list(passes)
 
-        session.add(world.prompts[2], max_tokens=20, **options)
+        session.add(workload.prompts[2], max_tokens=20, **options)
         assert step() == [(32, None, 0)]
         assert step() == [(8, None, 0)]
         assert step() == [(1, None, 0)]
-        # Of a prompt alone: both pieces, then no more.
-        session.add(world.prompts[2], prompt_states=True, layers=[1, "norm"], max_tokens=3, **options)
+        # States of the prompt only: both chunks are tapped, then no pass.
+        session.add(workload.prompts[2], prompt_states=True, layers=[1, "norm"], max_tokens=3, **options)
         assert step() == [(32, (1, "norm"), 32)]
         assert step() == [(10, (1, "norm"), 10)]
         assert step() == [(2, None, 0)]
         assert step() == [(2, None, 0)]
-        # Of a text alone: not of the pass of its prompt.
-        session.add(world.prompts[0], states="full", layers=[3], max_tokens=5, **options)
+        # States of the text only: the prompt's pass is not tapped.
+        session.add(workload.prompts[0], states="full", layers=[3], max_tokens=5, **options)
         assert step() == [(10, None, 0)]
         assert step() == [(2, (3,), 2)]
-        # Beside it a prompt that is nobody's: no row of that but its output.
-        session.add(world.prompts[0], max_tokens=1, **options)
+        # Beside a prompt without states: of its rows only the output is captured.
+        session.add(workload.prompts[0], max_tokens=1, **options)
         assert step() == [(11, (3,), 3)]
-        # One after the other in company: the layers of both.
-        session.add(world.prompts[0], states="last", prompt_states=True, layers=-1, max_tokens=1, **options)
+        # Two requests in one pass: the layers of both are tapped.
+        session.add(
+            workload.prompts[0], states="last", prompt_states=True, layers=-1, max_tokens=1, **options
+        )
         assert step() == [(11, (3, 4), 11), (1, (4,), 1)]
         assert step() == [(2, (3,), 2), (1, (3,), 1)]
         assert step() == [(1, None, 0)]
@@ -85,8 +80,10 @@ def test_a_pass_is_tapped_for_those_who_ask(world: World, passes: list[tuple[int
         assert list(found) == [0]
 
 
-def test_a_drafter_has_its_states_of_every_pass(world: World, passes: list[tuple[int, Any, int]]) -> None:
-    """Whoever asks for others; and only those who ask are given any."""
+def test_a_drafter_has_its_states_of_every_pass(
+    workload: Workload, passes: list[tuple[int, Any, int]]
+) -> None:
+    """The drafter gets its states whatever layers requests ask for; only requests that ask get any."""
 
     class Seeing(Noting):
         target_layers = (1, -1)
@@ -96,29 +93,29 @@ def test_a_drafter_has_its_states_of_every_pass(world: World, passes: list[tuple
             assert context.tapped is not None
             assert context.tapped[1].shape == context.tapped[-1].shape == (len(batch), 64)
 
-    with world.model.context(n_seq_max=2, **CUT) as context, lt.Session(context, Seeing()) as session:
-        session.add(world.prompts[0], max_tokens=3, ignore_eos=True)
-        session.add(world.prompts[3], max_tokens=2, states="full", layers=[4, 0], ignore_eos=True)
+    with workload.model.context(n_seq_max=2, **CUT) as context, lt.Session(context, Seeing()) as session:
+        session.add(workload.prompts[0], max_tokens=3, ignore_eos=True)
+        session.add(workload.prompts[3], max_tokens=2, states="full", layers=[4, 0], ignore_eos=True)
         found = finals(session)
     assert passes == [(25, (1, 4), 25), (2, (1, 4, 0), 2), (1, (4, 0), 1), (1, (1, 4), 1)]
     assert (found[0].states, found[0].prompt_states, found[1].prompt_states) == (None, None, None)
     states = found[1].states
     assert states is not None
-    text = [*world.prompts[3], *found[1].tokens.tolist()]
-    assert relative(states.array, extracted(world, text, [4, 0])[-2:]) < 1e-5
+    text = [*workload.prompts[3], *found[1].tokens.tolist()]
+    assert relative(states.array, extracted(workload, text, [4, 0])[-2:]) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["none", "ngram", "model", "eagle3"])
 @pytest.mark.parametrize("n_batch", [16, 64, 2048])
 @pytest.mark.parametrize("layers", [(-1,), ("norm", 0), (2, 2, -2), EVERY], ids=str)
 def test_states_of_prompts_are_those_of_extract(
-    layers: tuple[lt.LayerId, ...], n_batch: int, kind: str, world: World
+    layers: tuple[lt.LayerId, ...], n_batch: int, kind: str, workload: Workload
 ) -> None:
     """H_n and norm(H_n) of all rows included; longer than a batch and shorter, in company and alone."""
     options: dict[str, Any] = {"prompt_states": True, "layers": layers, "max_tokens": 5, "ignore_eos": True}
-    prompts = [world.prompts[at] for at in (10, 1, 0, 5)]
-    with world.model.context(n_seq_max=3, **{**CUT, "n_batch": n_batch}) as context:
-        drafter = drafter_of(kind, world, context)
+    prompts = [workload.prompts[at] for at in (10, 1, 0, 5)]
+    with workload.model.context(n_seq_max=3, **{**CUT, "n_batch": n_batch}) as context:
+        drafter = drafter_of(kind, workload, context)
         found = list(lt.generate(context, prompts, drafter, **options))
         found += [next(lt.generate(context, prompt, drafter, **options)) for prompt in prompts]
         assert is_empty(context)
@@ -129,7 +126,7 @@ def test_states_of_prompts_are_those_of_extract(
         assert states.tokens.tolist() == prompt
         assert states.layers == lt.layers.normalize(layers, 4)
         assert states.array.shape == (len(prompt), len(layers), 64)
-        expected = extracted(world, prompt, layers)
+        expected = extracted(workload, prompt, layers)
         assert max(relative(a, b) for a, b in zip(states.array, expected, strict=True)) < 1e-5
         assert states.provenance["rows"] == "prompt"
         with pytest.raises(ValueError, match="read-only"):
@@ -138,23 +135,25 @@ def test_states_of_prompts_are_those_of_extract(
 
 @pytest.mark.parametrize("n_batch", [16, 2048])
 def test_states_of_prompts_cost_no_pass(
-    n_batch: int, world: World, passes: list[tuple[int, Any, int]]
+    n_batch: int, workload: Workload, passes: list[tuple[int, Any, int]]
 ) -> None:
-    with world.model.context(n_seq_max=1, **{**CUT, "n_batch": n_batch}) as context:
+    with workload.model.context(n_seq_max=1, **{**CUT, "n_batch": n_batch}) as context:
         for asked in (False, True):
             passes.clear()
-            list(lt.generate(context, world.prompts[10], max_tokens=4, ignore_eos=True, prompt_states=asked))
+            list(
+                lt.generate(context, workload.prompts[10], max_tokens=4, ignore_eos=True, prompt_states=asked)
+            )
             sizes = [16] * 5 + [10] if n_batch == 16 else [90]
             assert [n for n, _, _ in passes] == [*sizes, 1, 1, 1]
             assert [n for _, _, n in passes] == [*(sizes if asked else [0] * len(sizes)), 0, 0, 0]
 
 
-def test_states_of_prompts_are_in_memory_once(world: World) -> None:
+def test_states_of_prompts_are_in_memory_once(workload: Workload) -> None:
     """Pieces are copied to their place; of a pass for themselves they stay where they were captured."""
     prompt = np.random.default_rng(3).integers(3, 259, 2000).tolist()
     n_bytes = 2000 * len(EVERY) * 64 * 4
     for n_batch, most in ((32, 1.15), (2048, 0.15)):
-        with world.model.context(**{**CUT, "n_ctx": 2048, "n_batch": n_batch}) as context:
+        with workload.model.context(**{**CUT, "n_ctx": 2048, "n_batch": n_batch}) as context:
             made = lt.generate(context, prompt, max_tokens=1, prompt_states=True, layers=EVERY)
             tracemalloc.start()
             try:
@@ -165,28 +164,28 @@ def test_states_of_prompts_are_in_memory_once(world: World) -> None:
         assert found.prompt_states is not None
         assert found.prompt_states.array.nbytes == n_bytes
         assert peak < most * n_bytes
-        assert relative(found.prompt_states.array, extracted(world, prompt, EVERY)) < 1e-5
+        assert relative(found.prompt_states.array, extracted(workload, prompt, EVERY)) < 1e-5
 
 
-def test_states_of_prompts_come_with_the_last_event(world: World) -> None:
-    with world.model.context(n_seq_max=2, **CUT) as context:
+def test_states_of_prompts_come_with_the_last_event(workload: Workload) -> None:
+    with workload.model.context(n_seq_max=2, **CUT) as context:
         options: dict[str, Any] = {"states": "full", "prompt_states": True, "layers": [1], "max_tokens": 3}
-        events = list(lt.generate(context, world.prompts[0], stream=True, ignore_eos=True, **options))
+        events = list(lt.generate(context, workload.prompts[0], stream=True, ignore_eos=True, **options))
     assert [None if event.states is None else len(event.states) for event in events] == [1, 1, 1]
     final = events[-1].final
     assert final is not None
     assert final.states is not None
     assert final.prompt_states is not None
-    text = [*world.prompts[0], *final.tokens.tolist()]
+    text = [*workload.prompts[0], *final.tokens.tolist()]
     both = np.concatenate([final.prompt_states.array, final.states.array])
-    assert relative(both, extracted(world, text, [1])) < 1e-5
+    assert relative(both, extracted(workload, text, [1])) < 1e-5
 
 
-def test_an_open_tap_stops_nobody_s_text(world: World) -> None:
-    """It sees the passes while nobody asks for states; a step that would is refused, and nothing is lost."""
-    with world.model.context(n_seq_max=1, **CUT) as context, lt.Session(context) as session:
-        session.add(world.prompts[0], max_tokens=4, ignore_eos=True)
-        session.add(world.prompts[3], max_tokens=2, states="last", layers=1, ignore_eos=True)
+def test_an_open_tap_stops_nobody_s_text(workload: Workload) -> None:
+    """The tap sees passes while no request wants states; a step that needs states is refused."""
+    with workload.model.context(n_seq_max=1, **CUT) as context, lt.Session(context) as session:
+        session.add(workload.prompts[0], max_tokens=4, ignore_eos=True)
+        session.add(workload.prompts[3], max_tokens=2, states="last", layers=1, ignore_eos=True)
         with context.tap([2]) as tap:
             for _ in range(4):
                 (event,) = session.step()
@@ -198,8 +197,8 @@ def test_an_open_tap_stops_nobody_s_text(world: World) -> None:
                 assert (session.pending, session.dropped) == (1, ())
         found = finals(session)[1]
         assert found.states is not None
-        text = [*world.prompts[3], *found.tokens.tolist()]
-        assert relative(found.states.array, extracted(world, text, [1])[-1:]) < 1e-5
+        text = [*workload.prompts[3], *found.tokens.tolist()]
+        assert relative(found.states.array, extracted(workload, text, [1])[-1:]) < 1e-5
 
 
 MEMORIES: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -1,4 +1,4 @@
-"""Hidden states of generated tokens: those of the whole text extracted afterwards, one row for each token."""
+"""Hidden states of generated tokens equal those of the whole text extracted afterwards, a row a token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EVERY: tuple[lt.LayerId, ...] = (0, 1, 2, 3, 4, "norm")
 
 
 @dataclass(frozen=True)
-class World:
+class KnownTexts:
     model: lt.Model
     eagle3: Path
     mtp: Path
@@ -39,7 +39,7 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KnownTexts]:
     folder = tmp_path_factory.mktemp("states")
     with lt.Model(TinyLlama().write(folder / "target.gguf")) as model:
         prompts = ragged(np.random.default_rng(8), model.n_vocab, LENGTHS)
@@ -47,7 +47,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             by_hand(model, prompt, MAX_TOKENS, seed=seed_of(SEED, i), **SAMPLING["drawn"])
             for i, prompt in enumerate(prompts)
         ]
-        yield World(
+        yield KnownTexts(
             model,
             drafters.write_eagle3(folder / "eagle3.gguf"),
             drafters.write_mtp_block(folder / "mtp.gguf", n_layer=4),
@@ -56,21 +56,21 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         )
 
 
-def drafter_of(kind: str, world: World, context: lt.Context) -> Any:
+def drafter_of(kind: str, known: KnownTexts, context: lt.Context) -> Any:
     if kind == "guessing":
-        texts = [[*p, *t] for p, t in zip(world.prompts, world.expected, strict=True)]
-        return Guessing(world.model.n_vocab, texts, wrong=0.3)
+        texts = [[*p, *t] for p, t in zip(known.prompts, known.expected, strict=True)]
+        return Guessing(known.model.n_vocab, texts, wrong=0.3)
     if kind == "ngram":
         return lt.NGramDrafter(2, 1)
-    path = {"eagle3": world.eagle3, "mtp": world.mtp}.get(kind)
+    path = {"eagle3": known.eagle3, "mtp": known.mtp}.get(kind)
     if path is None:
         return None
     spec = lt.SpeculativeContext(context, path, n_threads=1)
     drafter = lt.Eagle3Drafter(spec) if kind == "eagle3" else lt.MtpDrafter(spec)
-    # What the drafter itself needs must not get into the states that are given.
+    # The drafter's own layers must not get into the states of results.
     assert set(drafter.target_layers) <= set(EVERY)
     assert len(drafter.target_layers) == (3 if kind == "eagle3" else 1)
-    return [drafter, drafter_of("guessing", world, context)]
+    return [drafter, drafter_of("guessing", known, context)]
 
 
 KINDS = ("none", "guessing", "ngram", "eagle3", "mtp")
@@ -79,7 +79,9 @@ LAYERS: tuple[tuple[lt.LayerId, ...], ...] = ((-1,), (0, "norm", -1), (3, 1), (2
 
 @pytest.mark.parametrize("layers", LAYERS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_states_are_those_of_the_whole_text(kind: str, layers: tuple[lt.LayerId, ...], world: World) -> None:
+def test_states_are_those_of_the_whole_text(
+    kind: str, layers: tuple[lt.LayerId, ...], known: KnownTexts
+) -> None:
     """One row a token, of that token: https://github.com/sgl-project/sglang/issues/26163"""
     options: dict[str, Any] = {
         "max_tokens": MAX_TOKENS,
@@ -88,20 +90,20 @@ def test_states_are_those_of_the_whole_text(kind: str, layers: tuple[lt.LayerId,
         "layers": layers,
         **SAMPLING["drawn"],
     }
-    with world.model.context(n_ctx=512, n_seq_max=3, n_ubatch=16, n_batch=32, **EXACT) as context:
-        drafter = drafter_of(kind, world, context)
-        full = list(lt.generate(context, world.prompts, drafter, states="full", **options))
-        last = list(lt.generate(context, world.prompts, drafter, states="last", **options))
-        events = list(lt.generate(context, world.prompts, drafter, states="full", stream=True, **options))
-        ends = list(lt.generate(context, world.prompts, drafter, states="last", stream=True, **options))
+    with known.model.context(n_ctx=512, n_seq_max=3, n_ubatch=16, n_batch=32, **EXACT) as context:
+        drafter = drafter_of(kind, known, context)
+        full = list(lt.generate(context, known.prompts, drafter, states="full", **options))
+        last = list(lt.generate(context, known.prompts, drafter, states="last", **options))
+        events = list(lt.generate(context, known.prompts, drafter, states="full", stream=True, **options))
+        ends = list(lt.generate(context, known.prompts, drafter, states="last", stream=True, **options))
         assert is_empty(context)
         assert context.tapped is None
-    for index, (prompt, tokens) in enumerate(zip(world.prompts, world.expected, strict=True)):
-        expected = world.rows([*prompt, *tokens], MAX_TOKENS, layers)
+    for index, (prompt, tokens) in enumerate(zip(known.prompts, known.expected, strict=True)):
+        expected = known.rows([*prompt, *tokens], MAX_TOKENS, layers)
         assert full[index].tokens.tolist() == last[index].tokens.tolist() == tokens
         states = full[index].states
         assert states is not None
-        assert states.array.shape == (MAX_TOKENS, len(layers), world.model.n_embd)
+        assert states.array.shape == (MAX_TOKENS, len(layers), known.model.n_embd)
         assert states.array.dtype == np.float32
         assert states.tokens.tolist() == tokens
         assert relative(states.array, expected) < 1e-5
@@ -111,7 +113,7 @@ def test_states_are_those_of_the_whole_text(kind: str, layers: tuple[lt.LayerId,
             assert relative(states[layer], column) < 1e-5
         only = last[index].states
         assert only is not None
-        assert only.array.shape == (1, len(layers), world.model.n_embd)
+        assert only.array.shape == (1, len(layers), known.model.n_embd)
         assert only.tokens.tolist() == tokens[-1:]
         assert relative(only.array[0], expected[-1]) < 1e-5
         own = [event for event in events if event.index == index]
@@ -131,18 +133,18 @@ def test_states_are_those_of_the_whole_text(kind: str, layers: tuple[lt.LayerId,
 
 @pytest.mark.parametrize("states", ["full", "last"])
 @pytest.mark.parametrize("wrong", [0.0, 0.5])
-def test_a_stop_inside_of_a_draft(states: Literal["full", "last"], wrong: float, world: World) -> None:
+def test_a_stop_inside_of_a_draft(states: Literal["full", "last"], wrong: float, known: KnownTexts) -> None:
     """Rows up to the token that stops it, whose own row is there already, or costs a decode."""
-    prompt, tokens = world.prompts[1], world.expected[1]
+    prompt, tokens = known.prompts[1], known.expected[1]
     for count in range(1, MAX_TOKENS):
         if tokens.index(tokens[count - 1]) + 1 < count:
             continue
         for longest in (3, 20):
-            drafter = Guessing(world.model.n_vocab, [[*prompt, *tokens]], wrong=wrong, longest=longest)
-            with world.model.context(n_ctx=256, **EXACT) as context:
+            drafter = Guessing(known.model.n_vocab, [[*prompt, *tokens]], wrong=wrong, longest=longest)
+            with known.model.context(n_ctx=256, **EXACT) as context:
                 (*_, found) = lt.generate(
                     context,
-                    [world.prompts[0], prompt],
+                    [known.prompts[0], prompt],
                     drafter,
                     max_tokens=MAX_TOKENS,
                     seed=SEED,
@@ -158,7 +160,7 @@ def test_a_stop_inside_of_a_draft(states: Literal["full", "last"], wrong: float,
             assert found.states is not None
             n_rows = count if states == "full" else 1
             assert found.states.tokens.tolist() == tokens[:count][-n_rows:]
-            expected = world.rows([*prompt, *tokens[:count]], n_rows, (1, -1))
+            expected = known.rows([*prompt, *tokens[:count]], n_rows, (1, -1))
             assert relative(found.states.array, expected) < 1e-5
 
 
@@ -200,26 +202,26 @@ def test_a_stop_string_inside_of_a_draft(length: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("states", ["full", "last"])
 @pytest.mark.parametrize("end", ["context", "length", "stop"])
 def test_at_the_end_of_a_full_context(
-    end: str, states: Literal["full", "last"], wrong: float, world: World
+    end: str, states: Literal["full", "last"], wrong: float, known: KnownTexts
 ) -> None:
     """The last token has no place, so no state: not that of another token instead."""
-    prompt = (world.prompts[1] * 7)[:250]
-    tokens = by_hand(world.model, prompt, 7)
-    drafter = Guessing(world.model.n_vocab, [[*prompt, *tokens, 5, 5]], wrong=wrong)
+    prompt = (known.prompts[1] * 7)[:250]
+    tokens = by_hand(known.model, prompt, 7)
+    drafter = Guessing(known.model.n_vocab, [[*prompt, *tokens, 5, 5]], wrong=wrong)
     ends: dict[str, dict[str, Any]] = {
         "context": {},
         "length": {"max_tokens": 7},
         "stop": {"stop_tokens": tokens[-1:]},
     }
     assert tokens[-1] not in tokens[:-1]
-    with world.model.context(n_ctx=256, **EXACT) as context:
+    with known.model.context(n_ctx=256, **EXACT) as context:
         (found,) = lt.generate(
             context, prompt, drafter, states=states, layers=(-1,), ignore_eos=True, **ends[end]
         )
         assert is_empty(context)
     assert found.tokens.tolist() == tokens
     assert found.finish_reason == end
-    rows = world.rows([*prompt, *tokens[:-1]], 6, (-1,))
+    rows = known.rows([*prompt, *tokens[:-1]], 6, (-1,))
     assert found.states is not None
     assert found.states.tokens.tolist() == (tokens[:-1] if states == "full" else [])
     assert len(found.states.array) == len(found.states.tokens)
@@ -227,25 +229,25 @@ def test_at_the_end_of_a_full_context(
         assert relative(found.states.array, rows) < 1e-5
 
 
-def test_one_token_has_its_state(world: World) -> None:
+def test_one_token_has_its_state(known: KnownTexts) -> None:
     """A decode after the prompt's."""
-    prompt, tokens = world.prompts[3], world.expected[3]
+    prompt, tokens = known.prompts[3], known.expected[3]
     for states in ("full", "last"):
         options: dict[str, Any] = {"states": states, "seed": seed_of(SEED, 3), **SAMPLING["drawn"]}
-        (found,) = lt.generate(world.model, prompt, max_tokens=1, ignore_eos=True, **options)
+        (found,) = lt.generate(known.model, prompt, max_tokens=1, ignore_eos=True, **options)
         assert found.tokens.tolist() == tokens[:1]
         assert found.states is not None
-        assert found.states.array.shape == (1, 1, world.model.n_embd)
-    with world.model.context(n_ctx=256, **EXACT) as context:
+        assert found.states.array.shape == (1, 1, known.model.n_embd)
+    with known.model.context(n_ctx=256, **EXACT) as context:
         (found,) = lt.generate(context, prompt, max_tokens=1, ignore_eos=True, layers=EVERY, **options)
         assert found.states is not None
-        expected = world.rows([*prompt, tokens[0]], 1, EVERY)
+        expected = known.rows([*prompt, tokens[0]], 1, EVERY)
         assert relative(found.states.array, expected) < 1e-5
 
 
-def test_states_are_read_only_and_say_where_they_are_from(world: World) -> None:
-    with world.model.context(n_ctx=256, **EXACT) as context:
-        (found,) = lt.generate(context, world.prompts[0], max_tokens=4, states="full", layers=(-1, "norm"))
+def test_states_are_read_only_and_say_where_they_are_from(known: KnownTexts) -> None:
+    with known.model.context(n_ctx=256, **EXACT) as context:
+        (found,) = lt.generate(context, known.prompts[0], max_tokens=4, states="full", layers=(-1, "norm"))
     states = found.states
     assert states is not None
     assert states.layers == (4, "norm")
@@ -254,19 +256,19 @@ def test_states_are_read_only_and_say_where_they_are_from(world: World) -> None:
         states.array[0] = 0
 
 
-def test_layers_are_those_of_extract_and_taps_unless_said(world: World) -> None:
-    (found,) = lt.generate(world.model, world.prompts[0], max_tokens=3, states="full", ignore_eos=True)
+def test_layers_are_those_of_extract_and_taps_unless_said(known: KnownTexts) -> None:
+    (found,) = lt.generate(known.model, known.prompts[0], max_tokens=3, states="full", ignore_eos=True)
     assert found.states is not None
-    assert found.states.layers == lt.extract(world.model, [5]).layers == (3,)
+    assert found.states.layers == lt.extract(known.model, [5]).layers == (3,)
     (same,) = lt.generate(
-        world.model, world.prompts[0], max_tokens=3, states="full", layers=None, ignore_eos=True
+        known.model, known.prompts[0], max_tokens=3, states="full", layers=None, ignore_eos=True
     )
     assert same.states is not None
     assert np.array_equal(same.states.array, found.states.array)
 
 
-def test_layers_without_states_are_refused(world: World) -> None:
+def test_layers_without_states_are_refused(known: KnownTexts) -> None:
     with pytest.raises(lt.InvalidInputError, match="layer id 9"):
-        lt.generate(world.model, [5], layers=9)
+        lt.generate(known.model, [5], layers=9)
     with pytest.raises(lt.InvalidInputError, match="say states="):
-        lt.generate(world.model, [5], layers=2)
+        lt.generate(known.model, [5], layers=2)

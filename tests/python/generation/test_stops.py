@@ -1,4 +1,4 @@
-"""Where a text ends: tokens and strings that stop it, its length, the context; inside of a draft too."""
+"""Ends of a text: stop tokens and strings, its length, the context; inside a draft too."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_end_of_generation_ends_a_text_inside_of_a_draft(
         assert found.tokens.tolist() == expected
         assert found.text == model.detokenize(expected[:-1])
         assert found.finish_reason == "stop"
-        # As the rounds are that would go on, but for what the last one gives after </s>.
+        # The rounds of a text that goes on, except for tokens after </s> in the last one.
         whole = simulate(ENDING, by_token(ENDING), prompt, length, 40)
         given = accepted = drafted = rounds = 0
         for round in whole.rounds:
@@ -82,7 +82,7 @@ def test_the_end_of_generation_ends_a_text_inside_of_a_draft(
                 break
             left = len(expected) - 1 - given
             stands = min(round.n_accepted, left)
-            # Of what comes after the end in its draft nobody knows whether it would have stood.
+            # Whether drafted tokens after the end would have been accepted is unknown.
             tried = stands if round.n_accepted >= left else len(round.drafted)
             given += len(round.emitted)
             accepted, drafted, rounds = accepted + stands, drafted + tried, rounds + 1
@@ -117,7 +117,7 @@ def test_stop_tokens(length: int, models: dict[str, lt.Model]) -> None:
         models["ending"], [1, 28], drafting(ENDING, length), max_tokens=9, stop_tokens=[4], ignore_eos=True
     )
     assert later.tokens.tolist() == [29, 30, END, 3, 4]
-    # What the prompt ends in stops nothing.
+    # A stop at the end of the prompt does not count.
     assert len(one(models["endless"], [1, 9], max_tokens=5, stop_tokens=[9]).tokens) == 5
 
 
@@ -135,10 +135,10 @@ STRINGS: list[tuple[Any, str, str]] = [
     (("d",), "", "d"),
     (["de"], "", "de"),
     (["D"], "defghijklmnopqrstuvwxyzABC", "defghijklmnopqrstuvwxyzABCD"),
-    # In the prompt, or half of it there.
+    # The stop string lies in the prompt, wholly or by half.
     (["abc"], "defghijklmnopqrstuvwxyzABCDEFG", "defghijklmnopqrstuvwxyzABCDEFG"),
     (["cd"], "defghijklmnopqrstuvwxyzABCDEFG", "defghijklmnopqrstuvwxyzABCDEFG"),
-    # Begun when the text ends: given out after all.
+    # A stop string that is incomplete when the text ends is given out.
     (["FGH"], "defghijklmnopqrstuvwxyzABCDEFG", "defghijklmnopqrstuvwxyzABCDEFG"),
     (["defghijklmnopqrstuvwxyzABCDEFG."], LETTERS[3:33], LETTERS[3:33]),
 ]
@@ -153,7 +153,7 @@ def test_stop_strings(stop: Any, text: str, read: str, length: int, models: dict
     assert model.detokenize(found.tokens) == read
     assert found.finish_reason == ("length" if len(read) == 30 else "stop")
     assert found.stats.tokens == len(read)
-    # What came after the stop in its draft counts nowhere.
+    # Drafted tokens after the stop are not counted.
     stats = found.stats
     assert 1 + stats.rounds + stats.accepted - len(read) in (0, 1)
     assert stats.accepted <= len(read) - 1
@@ -186,7 +186,7 @@ def test_stops_of_one_prompt_leave_the_others_alone(models: dict[str, lt.Model])
 
 @pytest.mark.parametrize("length", [0, 3])
 def test_one_token(length: int, models: dict[str, lt.Model]) -> None:
-    """It comes from the prompt's pass: there is no round, and nothing is drafted."""
+    """The token comes from the prompt's pass: there is no round, and nothing is drafted."""
     found = one(models["ending"], [1, 9], drafting(ENDING, length), max_tokens=1)
     assert (found.tokens.tolist(), found.finish_reason, found.text) == ([10], "length", "f")
     ended = one(models["ending"], [1, 30], drafting(ENDING, length), max_tokens=1)
@@ -239,7 +239,7 @@ def test_the_last_token_that_fits_may_be_a_stop_or_the_last_asked_for(models: di
 
 
 def test_a_prompt_longer_than_the_context_raises_before_anything(models: dict[str, lt.Model]) -> None:
-    """Of several, the one is named; nothing is decoded, and no drafter hears of it."""
+    """The error names the prompt among several; nothing is decoded, and no drafter is told."""
     for kv_unified in (True, False):
         options: dict[str, Any] = {"n_seq_max": 2, "kv_unified": kv_unified}
         options["n_ctx"] = 256 if kv_unified else 512
@@ -267,7 +267,7 @@ def test_text_streams_are_their_bytes_up_to_the_first_stop(pieces: list[bytes], 
     given = ""
     for i in range(len(pieces)):
         given += stream.push(i)
-        # Without a character at the end that is not whole yet.
+        # An incomplete character at the end is left out.
         known = codecs.getincrementaldecoder("utf-8")("replace").decode(b"".join(pieces[: i + 1]))
         found = [known.find(stop) for stop in stops if stop in known]
         assert stream.stopped == bool(found)
@@ -285,7 +285,7 @@ def test_text_streams_are_their_bytes_up_to_the_first_stop(pieces: list[bytes], 
 
 
 def test_drafts_that_are_wrong_stop_where_plain_text_does(models: dict[str, lt.Model]) -> None:
-    """A stop that is drafted, but not said, stops nothing."""
+    """A stop in a rejected draft stops nothing."""
     wrong = wrong_at(F, range(64), by=1)
     for stop in ({"stop": "hi"}, {"stop_tokens": [13]}):
         plain = one(models["endless"], "abc", max_tokens=20, **stop)

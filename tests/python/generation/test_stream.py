@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,20 +12,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support.generation import EXACT, SAMPLING, Guessing, by_hand, is_empty, ragged, scripted, seed_of
-from support.tiny_models import rigged
 from support.tiny_models.rigged import by_token, cycle
 
 import llamatap as lt
 
 F = cycle()
 MAX_TOKENS = 25
-
-
-@pytest.fixture(scope="module")
-def rigged_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lt.Model]:
-    path = rigged.write_rigged_model(tmp_path_factory.mktemp("stream") / "rigged.gguf", F)
-    with lt.Model(path) as model:
-        yield model
 
 
 @pytest.fixture
@@ -45,7 +36,7 @@ def expected_of(model: lt.Model, prompts: list[list[int]], **sampling: Any) -> l
 def test_events_join_to_the_generations(
     sampling: str, drafted: bool, tiny_model: lt.Model, prompts: list[list[int]]
 ) -> None:
-    """Two at once of three prompts: events of both come by turns, those of one in order."""
+    """Two of three prompts run at once: their events alternate, in order for each."""
     options: dict[str, Any] = {
         "max_tokens": MAX_TOKENS,
         "seed": 5,
@@ -150,7 +141,7 @@ def test_characters_are_given_out_whole(length: int, tmp_path: Path) -> None:
         assert events[-1].final is not None
         assert events[-1].final.text == CHARACTERS
         for cut in range(1, len(data)):
-            # In the middle of a character its bytes are given out at the end, as Python would decode them.
+            # An incomplete character is given out at the end, decoded as Python would.
             events = run(cut)
             final = events[-1].final
             assert final is not None
@@ -210,7 +201,7 @@ def test_a_stream_that_is_left_frees_the_memory(
 def test_one_of_three_is_cancelled(
     which: int, states: Any, drafted: bool, tiny_model: lt.Model, prompts: list[list[int]]
 ) -> None:
-    """It ends with the round; the others' tokens are what they would be. One waits for its place."""
+    """The cancelled text ends with the round, and a waiting one takes its place; tokens stay the same."""
     expected = expected_of(tiny_model, prompts)
     texts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, expected, strict=True)]
     with tiny_model.context(n_ctx=512, n_seq_max=2, **EXACT) as context:
@@ -244,7 +235,7 @@ def test_one_of_three_is_cancelled(
         if index != which:
             assert count == MAX_TOKENS
         elif drafted:
-            # What else a draft of three gave, and the one whose states were waited for.
+            # The rest of a draft of three, and the event that waited for its states.
             assert 5 <= count <= 5 + 3 + (states == "full")
         else:
             assert count == 5 + (states == "full")
@@ -306,7 +297,7 @@ def test_a_generation_that_is_never_begun_does_nothing(rigged_model: lt.Model) -
         unused = lt.generate(context, [1, 9], max_tokens=3, states="last")
         (found,) = lt.generate(context, [1, 9], max_tokens=3)
         assert found.tokens.tolist() == [10, 11, 12]
-        # It looks at the memory when it is made, and finds it as it was when it is begun.
+        # It checks the context when it is created, and finds it unchanged when it starts.
         (late,) = unused
         assert late.tokens.tolist() == [10, 11, 12]
         assert is_empty(context)

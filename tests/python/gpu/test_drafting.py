@@ -107,7 +107,7 @@ def test_pairs_are_computed_as_the_formulas_say(
 def test_long_prompts_and_other_kinds(
     places: tuple[int, int], tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """What is stored of a prompt without being computed to the end; blocks; the target's memory."""
+    """Prompts stored without being computed to the end; block drafters; drafters on the target's KV cache."""
     target = TinyLlama().write(tmp_path / "target.gguf")
     prompt = rng.integers(3, 250, 300).tolist()
     with lt.Model(target, n_gpu_layers=places[0]) as model, model.context(n_ctx=1024, **EXACT) as context:

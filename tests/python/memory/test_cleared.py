@@ -1,4 +1,4 @@
-"""NaN that a sequence leaves in the cache comes to none that follows; only what was written is cleared."""
+"""NaN that a sequence leaves in the KV cache reaches no later one; only written cells are cleared."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CLEAN, DIRTY = 5, 7
 
 @pytest.fixture(scope="module", params=list(KINDS))
 def poisoned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[lt.Model]:
-    """Its token 7 is NaN."""
+    """A model whose embedding of token 7 is NaN."""
     tiny = KINDS[request.param]()
     tiny.weights["token_embd.weight"][DIRTY, 3] = np.nan
     with lt.Model(tiny.write(tmp_path_factory.mktemp("nan") / "tiny.gguf")) as model:
@@ -36,7 +36,7 @@ def poisoned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def spoil_late_cells(context: lt.Context) -> None:
-    """NaN lies behind what is there last, and behind what was written last."""
+    """Leave NaN in cells behind the last used one and behind the last written one."""
     context.decode(lt.Batch.of([CLEAN] * 60, seq=0))
     context.decode(lt.Batch.of([DIRTY] * 40, seq=1))
     context.memory.remove(1)
@@ -45,7 +45,7 @@ def spoil_late_cells(context: lt.Context) -> None:
 
 
 def spoil_a_prompt(context: lt.Context) -> None:
-    """No token of it is an output."""
+    """Leave NaN by a prompt of which no token is an output."""
     batch = lt.Batch()
     for position in range(50):
         batch.add(DIRTY, position)
@@ -54,7 +54,7 @@ def spoil_a_prompt(context: lt.Context) -> None:
 
 
 def spoil_what_does_not_fit(context: lt.Context) -> None:
-    """A part is computed, and taken back."""
+    """Leave NaN by a batch that does not fit: a part is computed, then rolled back."""
     with pytest.raises(lt.ContextFullError):
         context.decode(lt.Batch.of([DIRTY] * 600))
     context.decode(lt.Batch.of([CLEAN]))
@@ -133,7 +133,7 @@ def test_only_cells_that_were_written_are_cleared(tiny_path: Path) -> None:
         lt.extract(context, [5] * 50, [1])
         assert native.zeroed_cells == 37
         list(lt.generate(context, [[5, 6, 7]], max_tokens=3, ignore_eos=True))
-        # What the extraction left is among them.
+        # Cells written by the extraction are among them.
         assert native.zeroed_cells == 37 + 50
         context.memory.clear()
         assert native.zeroed_cells == 87 + 4096

@@ -1,4 +1,4 @@
-"""Memories that are more than one row a token: recurrent, hybrid, sliding windows; and LongRoPE."""
+"""Kinds of memory beyond a plain KV cache: recurrent, hybrid, sliding window; and LongRoPE."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def next_logits(context: lt.Context, tokens: NDArray[np.int32], position: int) -
 
 
 def fresh_logits(model: lt.Model, tokens: NDArray[np.int32], count: int) -> NDArray[np.float32]:
-    """After `count` tokens, the last of them by a decode of its own."""
+    """Logits after `count` tokens, the last of which is decoded by itself."""
     with model.context(n_ctx=256, **EXACT) as context:
         context.decode(lt.Batch.of(tokens[: count - 1].tolist()))
         return next_logits(context, tokens, count - 1)
@@ -73,7 +73,7 @@ def test_the_last_tokens_of_a_recurrent_memory_can_be_taken_back(
                     context.decode(lt.Batch.of(tokens[position : position + size].tolist(), pos0=position))
                     position += size
                 if parts == (10, 10, 3):
-                    # That state is the one before the last decode, which is not kept.
+                    # It would need the state before the last decode, which is not kept.
                     with pytest.raises(lt.UnsupportedError, match="at most 2 of its last tokens"):
                         context.memory.remove(0, 20)
                     continue
@@ -149,14 +149,14 @@ def test_short_prompts_do_not_feel_long_ones_under_longrope(
             assert relative(together[0].array, alone) < 1e-6
             assert relative(together[2].array, alone) < 1e-6
             assert relative(extractor(short, [1, -1]).array, alone) < 1e-6
-        # It does make a difference, which is why they are kept apart.
+        # The difference matters, which is why they are kept apart.
         with lt.Extractor(model, n_ctx=512, **EXACT) as extractor:
             assert relative(extractor(short, [1, -1]).array, alone) > 1e-4
 
 
 @pytest.fixture
 def windowed(tmp_path: Path) -> Iterator[lt.Model]:
-    """Blocks that see the last 8 tokens."""
+    """A model whose blocks see the last 8 tokens."""
     with lt.Model(TinyGemma3().write(tmp_path / "gemma3.gguf")) as model:
         yield model
 
@@ -175,7 +175,7 @@ def test_a_window_that_others_wrote_into_can_be_taken_back_into(
         context.decode(lt.Batch.of(first[16:].tolist(), seq=0, pos0=16))
         assert relative(context.logits(), fresh_logits(windowed, first, 37)) < 1e-5
         if unified:
-            # Tokens of the first sequence have come into the places of the second one's.
+            # Tokens of the first sequence took over cells of the second one.
             with pytest.raises(lt.UnsupportedError, match="kv_unified=False"):
                 context.memory.remove(1, 16)
             return
@@ -187,7 +187,7 @@ def test_a_window_that_others_wrote_into_can_be_taken_back_into(
 def test_a_window_that_was_restored_takes_back_what_it_holds(
     windowed: lt.Model, rng: np.random.Generator
 ) -> None:
-    """Rightly, or not at all."""
+    """It rolls back correctly or refuses."""
     tokens = random_tokens(rng, windowed, 21)
     with windowed.context(n_ctx=256, n_seq_max=2, **EXACT) as context:
         context.decode(lt.Batch.of(tokens[:20].tolist()))

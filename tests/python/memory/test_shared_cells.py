@@ -1,5 +1,6 @@
-"""Sequences that share cells of a cache, against a plain model of one; and what else a memory must know of
-itself: what an empty sequence leaves, what a copy of recurrent state is worth."""
+"""Sequences that share cells of a KV cache, against a plain cache written in Python.
+
+Also: what an empty sequence leaves behind, and copies of recurrent state."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from reference import decoder
 
 
 class RefusedError(Exception):
-    """The plain cache does not do such a thing."""
+    """The plain cache refuses the operation."""
 
 
 @dataclass
@@ -33,14 +34,14 @@ class Cell:
 
 @dataclass
 class PlainCache:
-    """Cells: a position, a token, and the sequences that it belongs to."""
+    """A KV cache as a list of cells: position, token, and the sequences that hold it."""
 
     unified: bool
     n_seqs: int
     cells: list[Cell] = field(default_factory=list)
 
     def of(self, seq: int) -> list[Cell]:
-        """The cells of a sequence, positions rising."""
+        """The cells of a sequence by rising position."""
         return sorted((one for one in self.cells if seq in one.sequences), key=lambda one: one.position)
 
     def pairs(self, seq: int) -> list[tuple[int, int]]:
@@ -102,8 +103,10 @@ class PlainCache:
 
 
 def last_block_only(tiny: TinyLlama) -> TinyLlama:
-    """Blocks before the last one add nothing: what the cache holds of a token then depends on the token and
-    its position alone, whatever came before it."""
+    """Change the model so that only its last block adds to the stream.
+
+    What the cache holds for a token then depends on the token and its position alone.
+    """
     for i in range(tiny.n_layer - 1):
         for name in ("attn_output", "ffn_down"):
             tiny.weights[f"blk.{i}.{name}.weight"][:] = 0
@@ -128,7 +131,7 @@ N_SEQS = 4
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
-def world(
+def tiny_and_model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[TinyLlama, lt.Model]]:
     tiny = MODELS[request.param]()
@@ -152,7 +155,7 @@ class Walk:
         return int(self.rng.integers(low, high))
 
     def range(self, seq: int) -> tuple[int | None, int | None]:
-        """Often one that cuts the sequence, often an open one."""
+        """A random range: often one that cuts the sequence, often an open one."""
         bounds = sorted(self.number(0, self.plain.last(seq) + 3) for _ in range(2))
         return (
             None if self.rng.random() < 0.3 else bounds[0],
@@ -181,7 +184,7 @@ class Walk:
         try:
             getattr(self.context.memory, name)(*arguments)
         except lt.UnsupportedError:
-            # Only windows may have dropped what would be needed.
+            # Only sliding windows may have dropped needed cells.
             assert self.windowed
             self.n_refused += 1
             self.plain.cells = before
@@ -262,10 +265,10 @@ class Walk:
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_memory_is_what_a_plain_cache_is(
-    world: tuple[TinyLlama, lt.Model], unified: bool, seed: int
+    tiny_and_model: tuple[TinyLlama, lt.Model], unified: bool, seed: int
 ) -> None:
     """First and last positions, what can be removed, copied and moved, and the logits of what comes next."""
-    tiny, model = world
+    tiny, model = tiny_and_model
     # Room for all in each stream.
     n_ctx = 256 if unified else 256 * N_SEQS
     with model.context(n_ctx=n_ctx, n_seq_max=N_SEQS, kv_unified=unified, **EXACT) as context:
@@ -405,7 +408,7 @@ def test_a_failing_restore_takes_back_nothing_of_others(tiny_model: lt.Model) ->
     """Decodes of another thread come before or after it, or get BusyError."""
     with tiny_model.context(n_ctx=256, **EXACT) as context:
         context.decode(lt.Batch.of([5, 6, 7]))
-        # Right as far as llamatap looks: only the engine finds that it does not fit.
+        # Valid as far as llamatap checks: only the engine finds that it does not fit.
         broken = saved_sequences.pack(context._fingerprint(), b"\1\0\0\0" + b"\xff" * 64)
         n_decoded = 3
         stop = threading.Event()

@@ -1,4 +1,4 @@
-"""Every architecture that the engine knows, against what was found of it before.
+"""Every architecture that the engine knows, against the committed snapshot.
 
 `make architectures` takes a new snapshot, with the tables of docs/architectures.md.
 """
@@ -23,7 +23,7 @@ def test_all_models_are_in_the_snapshot(arch_models: Path) -> None:
 
 
 def test_no_architecture_is_left_out() -> None:
-    """Those that the engine's writer or ours has a file of are all that its loader knows by name."""
+    """The engine's writer and ours together cover every architecture name of the loader."""
     source = (ROOT / "vendor" / "llama.cpp" / "src" / "llama-arch.cpp").read_text()
     known = set(re.findall(r"\{\s*LLM_ARCH_\w+,\s*\"([^\"]+)\"", source)) - {"(unknown)"}
     written = {re.sub("-(dense|moe)$", "", name) for name in OF_THE_ENGINE}

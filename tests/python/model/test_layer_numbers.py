@@ -1,4 +1,4 @@
-"""transformers' numbers of layers, by architecture: what its model classes hand out, and states of theirs."""
+"""Layer numbers of transformers by architecture, against entries and states of its model classes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NUMBERS: dict[str, dict[str, Any]] = json.loads((DATA / "layer_numbers.json").re
 CURRENT = max(NUMBERS, key=lambda version: int(version.split(".")[0]))
 CLASSES = NUMBERS[CURRENT]
 
-#: Of which transformers' hidden_states are in tests/data/states_golden.npz.
+#: Models whose hidden_states by transformers are in tests/data/states_golden.npz.
 TINIES: dict[str, Callable[[], Tiny]] = {
     "mamba": mambas.mamba,
     "falcon_mamba": mambas.falcon_mamba,
@@ -39,7 +39,7 @@ TINIES: dict[str, Callable[[], Tiny]] = {
 
 
 def own_id(name: str) -> LayerId:
-    """What the golden calls a tensor, as llamatap numbers it."""
+    """llamatap's layer id for a tensor named in the golden file."""
     return "norm" if name == "norm" else int(name.removeprefix("H_"))
 
 
@@ -62,7 +62,7 @@ def test_numbers_of_every_class_of_transformers(name: str) -> None:
 
 
 def test_what_the_golden_is_about() -> None:
-    """Of each family something, or the test above asserts little."""
+    """The golden file covers each family; otherwise the test above would assert little."""
     archs = {found["arch"] for found in CLASSES.values()}
     assert {"llama", "qwen3", "gemma3", "gpt2", "gptneox", "falcon", "bloom", "mpt", "phi2", "phi3"} <= archs
     assert {"mamba", "mamba2", "jamba", "granitehybrid", "falcon-h1", "nemotron_h", "lfm2"} <= archs
@@ -87,11 +87,11 @@ def test_versions_of_transformers_differ_in_one_class() -> None:
     [
         # RWKV-6 as its checkpoints' own code has it, like transformers' RWKV-4.
         ("rwkv6", [0, -2, -1], [1, 36, "norm"]),
-        # As flash-linear-attention has it.
+        # The convention of flash-linear-attention.
         ("rwkv7", [1, -2, -1], [1, 35, "norm"]),
         ("nomic-bert-moe", [0, -2, -1], [0, 35, 36]),
         ("jina-bert-v2", [0, -2, -1], [0, 35, 36]),
-        # Without one, and of what is not known: as Llama.
+        # No architecture or an unknown one: counted as Llama's.
         (None, [0, -2, -1], [0, 35, "norm"]),
         ("an architecture of tomorrow", [0, -2, -1], [0, 35, "norm"]),
     ],

@@ -97,7 +97,7 @@ def test_a_text_that_tokenizers_disagree_on() -> None:
         assert model.tokenize(text).tolist() == tokens
         pieces = [model.token_bytes(token).decode() for token in (62367, 236743, 160319, 236859)]
         assert pieces == [" Café", " ", "Caf", "é"]
-        # Both are the text.
+        # Both decode to the text.
         assert model.detokenize([*tokens[1:4], 236743, 160319, 236859, *tokens[5:]]) == text
         assert model.detokenize(tokens[1:]) == text
 
@@ -271,27 +271,17 @@ except lt.ModelLoadError:
     assert (done.returncode, done.stdout, done.stderr) == (0, "refused\n", "")
 
 
-def test_exit_with_a_decode_running_is_quiet(tiny_path: Path) -> None:
+@pytest.mark.parametrize(
+    "call", ["context.decode(lt.Batch.of([5] * 4000))", "lt.extract(model, [5] * 4000, [-1])"]
+)
+def test_exit_with_a_call_running_is_quiet(call: str, tiny_path: Path) -> None:
     done = run(
         f"""
 import threading, time
 import llamatap as lt
 model = lt.Model({str(tiny_path)!r})
 context = model.context(n_ctx=4096)
-threading.Thread(target=lambda: context.decode(lt.Batch.of([5] * 4000)), daemon=True).start()
-time.sleep(0.05)
-"""
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_exit_with_an_extract_running_is_quiet(tiny_path: Path) -> None:
-    done = run(
-        f"""
-import threading, time
-import llamatap as lt
-model = lt.Model({str(tiny_path)!r})
-threading.Thread(target=lambda: lt.extract(model, [5] * 4000, [-1]), daemon=True).start()
+threading.Thread(target=lambda: {call}, daemon=True).start()
 time.sleep(0.05)
 """
     )

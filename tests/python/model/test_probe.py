@@ -1,4 +1,4 @@
-"""lt.probe: a look at a file from a safe distance, and what broken files come to."""
+"""lt.probe: files inspected in a child process, and the errors of broken files."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def check(source: Path, path: Path) -> None:
     assert quantise(source, path, gguf.GGMLQuantizationType.Q4_0) > 0
     for found, truth in zip(every_way(path, None), every_way(path, "f32"), strict=True):
         rows = np.linalg.norm(found - truth, axis=-1) / np.linalg.norm(truth, axis=-1)
-        # Of the median row: an expert chosen otherwise is no error of a kernel.
+        # The median row counts: another choice of expert is no error of a kernel.
         assert np.median(rows, axis=0).max() < BOUND
 
 

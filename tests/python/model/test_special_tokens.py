@@ -19,12 +19,12 @@ BOS, EOS = 1, 2
 #: Writes both by itself, as templates of embedding models do.
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }}"
 
-#: What the file adds.
+#: Whether the file adds BOS, and whether EOS.
 Adds = tuple[bool, bool]
 
 
 def ids(text: str) -> list[int]:
-    """Of bytes alone."""
+    """Token ids of a text of plain bytes."""
     return [byte + 3 for byte in text.encode()]
 
 
@@ -58,7 +58,7 @@ def test_each_once_in_texts(model: lt.Model, adds: Adds) -> None:
     assert model.tokenize("<s>abc</s>").tolist() == [BOS, *ids("abc"), EOS]
     assert model.tokenize("</s>").tolist() == [*[BOS] * bos, EOS]
     assert model.tokenize("<s>").tolist() == [BOS, *[EOS] * eos]
-    # What a text says twice, it says twice.
+    # A special token written twice in the text stays twice.
     assert model.tokenize("<s><s>a</s></s>").tolist() == [BOS, BOS, *ids("a"), EOS, EOS]
     assert model.tokenize("abc</s>", add_special=False).tolist() == [*ids("abc"), EOS]
     assert model.tokenize("").tolist() == [*[BOS] * bos, *[EOS] * eos]
@@ -113,7 +113,7 @@ def test_a_text_that_is_cut_keeps_the_eos_that_is_added(model: lt.Model, path: P
             kept = eos and most > 1 + bos
             expected = [*whole[: most - 1], EOS] if kept and most < len(whole) else whole[:most]
             assert cut("abcdefgh", most) == expected, most
-        # Token ids are what they are, and a text may end in an EOS of its own.
+        # Token ids are not changed, and a text may end in an EOS of its own.
         assert cut(whole, 5) == whole[:5]
         assert cut("abcdefgh</s>", 5) == ([*framed("abcdefgh", adds)[:4], EOS] if eos else whole[:5])
     with running([tiny_options(path)]) as server:

@@ -56,7 +56,7 @@ def test_the_hash_is_of_all_shards(tiny_model: lt.Model, shards: list[Path]) -> 
         assert np.array_equal(states.array, extractor([5, 6, 7]).array)
     assert provenance["model_sha256"] == combined(shards)
     assert provenance["model"] == shards[0].name
-    # As the documentation says it.
+    # The command in the documentation.
     command = "sha256sum part-*.gguf | cut -c 1-64 | sha256sum"
     said = subprocess.run(command, shell=True, cwd=shards[0].parent, capture_output=True, text=True)
     assert said.stdout.split()[0] == provenance["model_sha256"]

@@ -57,7 +57,7 @@ def test_converted_to_16_bits_is_within_their_rounding(
 def test_the_quantised_file_is_further_from_the_truth(
     smollm2: lt.Model, smollm2_f32_path: Path, prompt: NDArray[np.int32]
 ) -> None:
-    """What the conversion takes away: the engine rounds activations to 8 bits beside quantised weights."""
+    """Conversion avoids an error: beside quantised weights the engine rounds activations to 8 bits."""
     with lt.Model(smollm2_f32_path) as model:
         truth = every_layer(model, prompt)
     assert relative(every_layer(smollm2, prompt)[15], truth[15]) > 5e-3
@@ -146,7 +146,7 @@ def test_every_type_becomes_float32_exactly(
 )
 @pytest.mark.parametrize("weights", ["f32", "f16", "bf16"])
 def test_other_architectures_take_converted_weights(arch_models: Path, name: str, weights: Weights) -> None:
-    """Those files are of float32 and float16: nothing of float32 changes."""
+    """Their files hold float32 and float16; float32 tensors do not change."""
     path = arch_models / f"{name}.gguf"
     tokens = np.arange(5, 25, dtype=np.int32)
     layers: list[lt.LayerId] = [0, 1, -1]

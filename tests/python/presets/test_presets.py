@@ -44,7 +44,7 @@ TEXT = HEAD + '[prompt]\ntemplate = "<{{ prompt }}>"\n'
 
 
 def vendored(name: str) -> Path:
-    """A vocabulary or a template that the engine brings for its own tests."""
+    """The path of a vocabulary or template that the engine brings for its own tests."""
     path = ENGINE_MODELS / name
     if not path.exists():
         pytest.skip(f"{name} is not there; `make test` brings it")
@@ -79,7 +79,7 @@ def test_the_text_of_z_image_is_that_of_qwen3s_own_template(tiny_model: lt.Model
 def test_z_image_is_what_its_pipeline_makes_of_a_prompt(tmp_path: Path) -> None:
     """The rows of tests/golden/make_z_image.py."""
     models = vendored("ggml-vocab-qwen2.gguf").parent
-    # Of its shape, a file with the real vocabulary would have gigabytes.
+    # A file of the real shape and vocabulary would have gigabytes.
     preset = replace(load_preset("z-image"), n_layer=None, n_embd=None)
     path = write_encoder(tmp_path / "encoder.gguf", models)
     with np.load(DATA / "z_image_golden.npz") as golden:
@@ -103,7 +103,7 @@ def test_its_turns_are_special_tokens(qwen2_vocabulary: lt.Model) -> None:
 
 
 def test_z_image_takes_what_enters_the_last_block_of_at_most_512_tokens(tmp_path: Path) -> None:
-    # Of the shape of Qwen3-4B where the preset looks, and else as small as can be.
+    # Qwen3-4B's shape where the preset checks it, otherwise as small as possible.
     tiny = TinyQwen3(n_layer=36, n_embd=2560, n_head=1, n_head_kv=1, n_ff=8)
     path = tiny.write(tmp_path / "shaped.gguf")
     preset = load_preset("z-image")

@@ -47,7 +47,7 @@ def options(**more: Any) -> Options:
 
 
 def have_workers(monkeypatch: pytest.MonkeyPatch, before: Before) -> None:
-    """Have workers do something before each part."""
+    """Make workers call a function before each part."""
 
     class Worker(_write._Worker):
         def _compute(self, part: Sequence[Sequence[int]]) -> list[int]:
@@ -97,7 +97,7 @@ def test_two_workers(
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)
     dataset.write(tiny_model, path, tmp_path / "one", options())
     assert_same(folder, tmp_path / "one")
-    # There is nothing left to do.
+    # Nothing is left to do.
     assert write(tiny_path, path, folder, options(resume=True)).n_written == 0
 
 
@@ -127,7 +127,7 @@ def test_a_worker_that_dies_is_started_again(
     def before(worker: _write._Worker, part: Sequence[Sequence[int]]) -> None:
         if not died.exists():
             died.touch()
-            # As a process leaves it that dies while it writes.
+            # The state left by a process that dies while writing.
             half = folder / "hidden_states" / f".hs_{part[0][0]}.safetensors.0123abcd"
             half.mkdir()
             (half / f"hs_{part[0][0]}.safetensors").write_text("half")
@@ -162,7 +162,7 @@ def test_a_worker_that_always_dies(
     assert 0 < len(there) < 60
     with pytest.raises(lt.InvalidInputError, match="holds a data set already; go on"):
         write(tiny_path, rows, tmp_path / "many", options())
-    # By one process or by several, as is convenient.
+    # A data set is resumed by one process or by several.
     report = dataset.write(tiny_model, rows, tmp_path / "many", options(resume=True))
     assert (report.n_written, report.complete) == (60 - len(there), True)
     after = {file.name: file.stat().st_ino for file in (tmp_path / "many" / "hidden_states").iterdir()}
@@ -195,7 +195,7 @@ def test_errors_of_a_worker(tiny_path: Path, tmp_path: Path, monkeypatch: pytest
             write(tiny_path, rows, tmp_path / "other", options())
 
     with monkeypatch.context() as patch:
-        # As where a machine does not see the file.
+        # Like a machine that does not see the file.
         patch.setattr(
             _write._Loading, "__reduce__", lambda self: (_write._Loading, (f"{self.path}.x", 0, None))
         )

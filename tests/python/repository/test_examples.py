@@ -1,4 +1,4 @@
-"""The programs in examples/ do what they say."""
+"""The programs in examples/ work as their docstrings say."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_own_drafter_learns_from_earlier_texts(tmp_path: Path) -> None:
         again = next(lt.generate(context, prompt, drafter, max_tokens=30, ignore_eos=True))
     assert first.tokens.tolist() == again.tokens.tolist() == plain.tokens.tolist()
     assert first.stats.drafted == 0
-    # It has seen all but the beginning.
+    # The drafter has seen this text before, except for its beginning.
     assert again.stats.acceptance == 1.0
     assert again.stats.tokens_per_round > 4
 

@@ -1,4 +1,4 @@
-"""What was installed, and how it lives beside other packages."""
+"""The installed package, and how it coexists with other packages."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_import_brings_in_little() -> None:
     assert not heavy & set(done.stdout.split())
 
 
-#: What needs a package of an extra: code, the package, the extra.
+#: Code that needs a package of an extra: the code, the package, the extra.
 EXTRAS = [
     ("from llamatap.__main__ import main; main(['demo'])", "matplotlib", "demo"),
     ("from llamatap.__main__ import main; main(['serve', '--model', 'x=y.gguf'])", "uvicorn", "server"),

@@ -1,5 +1,6 @@
-"""Sessions, generators and taps that nobody has any more give back what they held: at once, without the
-garbage collector where they are in no cycle, and without a word at the exit of the interpreter."""
+"""Sessions, generators and taps that lose their last reference free what they held.
+
+They do so at once where they are in no cycle, and silently at the exit of the interpreter."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def context(tiny_model: lt.Model) -> Iterator[lt.Context]:
 
 @pytest.fixture(autouse=True)
 def no_collector() -> Iterator[None]:
-    """What is freed is freed by the last reference to it."""
+    """Switch the garbage collector off, so that only reference counts free objects."""
     gc.collect()
     gc.disable()
     yield
@@ -91,7 +92,7 @@ def test_a_session_is_lost_whichever_thread_loses_it(context: lt.Context) -> Non
 
 
 def test_a_lost_session_in_a_cycle(context: lt.Context) -> None:
-    """Its own texts' function leads back to it: the collector finds that, with the context still in use."""
+    """The session is in a cycle through `on_states`; the collector frees it while the context is in use."""
 
     class Keeper:
         def __init__(self, context: lt.Context, drafter: lt.Drafter) -> None:
@@ -185,7 +186,7 @@ def test_a_lost_tap(context: lt.Context) -> None:
     assert gone() is None
     assert context.tapped is None
     with context.tap([2]):
-        # The block has it, though it has no name.
+        # The with block holds it, though it has no name.
         context.decode(lt.Batch.of([7], pos0=2))
         assert context.tapped is not None
         assert context.tapped.layers == (2,)
@@ -195,7 +196,7 @@ def test_a_lost_tap(context: lt.Context) -> None:
 
 
 def test_the_exit_of_the_interpreter_is_quiet(tiny_path: Path, tmp_path: Path) -> None:
-    """With all of it alive: by a module's name, and by one that outlives the package."""
+    """The objects are still alive at exit, held by a module's name and by one that outlives the package."""
     keeper = tmp_path / "keeper.py"
     keeper.write_text(
         "kept = []\n"

@@ -44,7 +44,7 @@ print(json.dumps(found))
 
 
 def test_four_threads_on_one_cpu_wait_asleep(tiny_path: Path) -> None:
-    """One that spins goes on until the kernel takes the CPU from it; one that sleeps gives it up by itself.
+    """A spinning thread runs until the kernel takes its CPU; a sleeping one gives it up by itself.
     Spinning without end: about 90 times by itself, between graphs, and 17,000 times not, in a minute of CPU
     time. Sleeping: 14,000 and 4,000 times, in 0.3 seconds."""
     child = subprocess.run(

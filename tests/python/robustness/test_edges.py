@@ -1,4 +1,4 @@
-"""Odd calls that have a right result, and objects that are used after their end or twice."""
+"""Odd but valid calls, and objects used after their end or twice."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_token_of_several_sequences_needs_one_cache(tiny_model: lt.Model, arch
 
 
 def test_positions_are_not_moved_in_a_cache_without_layers(arch_models: Path) -> None:
-    """Of its two caches, for sliding and for full attention, this model uses one: the engine would abort."""
+    """The model uses one of its two caches (sliding and full attention): the engine would abort."""
     with lt.Model(arch_models / "lfm2-dense.gguf") as model, context_of(model) as context:
         with pytest.raises(llamatap.UnsupportedError, match="cannot move"):
             context.memory.shift(0, None, None, 2)
@@ -196,7 +196,7 @@ def test_every_flipped_bit_of_a_saved_sequence_is_noticed(tiny_model: lt.Model) 
 
 
 def poisoned(folder: Path) -> lt.Model:
-    """Its token 7 is NaN."""
+    """A model whose embedding of token 7 is NaN."""
     tiny = TinyLlama(n_layer=2)
     tiny.weights["token_embd.weight"][7, 3] = np.nan
     return lt.Model(tiny.write(folder / "poisoned.gguf"))
@@ -205,7 +205,7 @@ def poisoned(folder: Path) -> lt.Model:
 @computes_with_nan
 @pytest.mark.parametrize("options", [EXACT, {"n_threads": 1}], ids=["exact", "defaults"])
 def test_nan_of_one_prompt_comes_to_no_other(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Neither to those of its batch nor to later ones: what is masked may be multiplied by 0 instead."""
+    """It reaches neither prompts of its batch nor later ones, though masked values may be multiplied by 0."""
     with poisoned(tmp_path) as model, lt.Extractor(model, **options) as extractor:
         prompts = [[5] * 20, [6, 7, 8] * 20, [9] * 3, [10] * 70]
         clean = extractor([prompts[0], prompts[2], prompts[3]], [1, -1])

@@ -1,4 +1,4 @@
-"""Calls that take long leave the GIL to others, and another thread's call for the same object is told so."""
+"""Long calls release the GIL, and a second thread's call on the same object gets BusyError."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ LARGE = 2**19
 
 @contextmanager
 def heartbeat() -> Iterator[Callable[[], int]]:
-    """A thread that counts whenever it has the GIL; the block is given the count. Nobody is asked to let go
-    of the GIL meanwhile: what the count grows by in a call, the call itself has let happen."""
+    """A thread that counts whenever it holds the GIL; yields the count.
+
+    Nothing asks for the GIL meanwhile: where the count grows during a call, the call itself released it.
+    """
     n = 0
     stop = False
 
@@ -53,8 +55,10 @@ def heartbeat() -> Iterator[Callable[[], int]]:
 def leaves_the_gil_free(
     call: Callable[[], object], prepare: Callable[[], object] = lambda: None, attempts: int = 10
 ) -> bool:
-    """Whether another thread gets on during a call, in one of some attempts: a call may be over before the
-    system lets the thread run. While the GIL is held it never does."""
+    """Whether another thread runs during a call, in at least one of several attempts.
+
+    A call may be over before the system schedules the thread; while the GIL is held it never runs.
+    """
     with heartbeat() as count:
         for _ in range(attempts):
             prepare()
@@ -104,7 +108,7 @@ def test_freeing_a_context_leaves_the_gil_free(tiny_model: lt.Model) -> None:
 def test_freeing_a_speculative_context_leaves_the_gil_free(
     tiny_model: lt.Model, tiny_path: Path, last: str
 ) -> None:
-    """Whoever holds it last."""
+    """The GIL is free whichever object holds the last reference."""
     held: list[object] = []
     with tiny_model.context(n_ctx=256) as target:
 
@@ -189,7 +193,7 @@ def test_two_threads_on_a_sampler_or_on_the_logits_of_a_context(wordy: lt.Model)
 
         thread = threading.Thread(target=draw)
         thread.start()
-        # What is wrong with these is told once it is their turn.
+        # Errors of these arguments are raised once it is their turn.
         calls = (lambda: sampler.accept(-1), lambda: sampler.sample_logits(np.zeros(3, np.float32)))
         busy = [0, 0]
         while thread.is_alive():

@@ -75,7 +75,7 @@ context = model.context(n_ctx=4096, n_threads=1)
 
 
 def test_a_signal_handler_that_closes_what_is_extracting(tiny_path: Path) -> None:
-    """It gets BusyError, which ends the extraction as any error of a handler does."""
+    """The handler gets BusyError, which ends the extraction as any error of a handler does."""
     run(
         tiny_path,
         LONG
@@ -89,7 +89,7 @@ while True:
     try:
         lt.extract(model, [long] * 4, [-1])
     except lt.BusyError as error:
-        # Of the handler, not of the other thread's tries.
+        # Errors of the handler, not of the other thread's calls.
         if "this thread" in str(error):
             break
 thread.join()

@@ -1,4 +1,4 @@
-"""Much at once, and much for long: right results, and memory that does not grow."""
+"""Many calls at once and over a long time: right results, and no growth of memory."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def resident():
 
 
 def growth(code: str, path: Path) -> int:
-    """What the code, given the path of a model, prints: bytes."""
+    """The growth in bytes that a program prints when given the path of a model."""
     command = [sys.executable, "-c", RESIDENT + code, str(path)]
     return int(subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout)
 
@@ -105,7 +105,7 @@ measures_memory = pytest.mark.skipif(
 
 @measures_memory
 def test_ten_thousand_decodes_take_no_memory(tiny_path: Path) -> None:
-    """Of a row of states, a leak would come to 10 MB; of a hundred bytes of anything, to 1 MB."""
+    """Leaking a row of states each time would come to 10 MB, a hundred bytes to 1 MB."""
     code = """
 with lt.Model(sys.argv[1]) as model, model.context(n_ctx=256, n_threads=1) as context, \\
         context.tap([0, 2, -1, "norm"]) as tap:

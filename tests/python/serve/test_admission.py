@@ -1,4 +1,4 @@
-"""What a server lets in before it computes: bodies, hosts, the length of texts, and memory for answers."""
+"""Checks of a server before it computes: bodies, hosts, lengths of texts, and memory for answers."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def test_tokenising_has_few_threads_and_a_limit(tiny_path: Path, monkeypatch: py
         assert int(refused.headers["retry-after"]) >= 1
         assert server.client.get("/health").status_code == 200
         gate.set()
-        # Those that were let in are as many as the queue's places and some that had been computed meanwhile.
+        # The number admitted: the queue's places, and some that were finished meanwhile.
         codes = [one.result().status_code for one in asked]
         assert set(codes) <= {200, 429}
         assert codes.count(200) >= 3

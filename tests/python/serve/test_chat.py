@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ TALK: list[Any] = [
     {"role": "assistant", "content": "Hi."},
     {"role": "user", "content": [{"type": "text", "text": "Two"}, {"type": "text", "text": "parts"}]},
 ]
-#: As the template has it, by hand; <s> is the BOS token.
+#: The template rendered by hand; <s> is the BOS token.
 RENDERED = (
     "<s>[system]Be brief.[/system]\n[user]Hello![/user]\n[assistant]Hi.[/assistant]\n"
     "[user]Two\nparts[/user]\n"
@@ -44,20 +43,8 @@ RENDERED = (
 
 
 @pytest.fixture(scope="module")
-def chat_path(tiny: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def served_path(tiny: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write(tmp_path_factory.mktemp("chat") / "chat.gguf", chat_template=TEMPLATE)
-
-
-@pytest.fixture(scope="module")
-def server(chat_path: Path) -> Iterator[Running]:
-    with running([tiny_options(chat_path, context=EXACT)]) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[Client]:
-    with client_of(server) as found:
-        yield found
 
 
 def create(client: Client, messages: Any = TALK, **options: Any) -> Any:

@@ -38,18 +38,6 @@ SAMPLING: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server(tiny_path: Path) -> Iterator[Running]:
-    with running([tiny_options(tiny_path, context=EXACT)]) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[Client]:
-    with client_of(server) as found:
-        yield found
-
-
 #: Bytes that are all different, as a script needs them.
 SCRIPT = "aé€😀z|end"
 
@@ -290,7 +278,7 @@ def test_offsets_are_places_in_the_text(script: Client, stop: str | None) -> Non
     chunks = list(create(script, "a", stream=True, **options))
     offsets = [one.choices[0].logprobs.text_offset for one in chunks if one.choices[0].logprobs]
     assert [offset for (offset,) in offsets] == expected
-    # What is no text of its own.
+    # Bytes that are no text by themselves.
     assert choice.logprobs.tokens[:3] == ["bytes:\\xc3", "bytes:\\xa9", "bytes:\\xe2"]
 
 

@@ -1,4 +1,4 @@
-"""Many clients at once, clients that go away, failures under way, and the end of a server."""
+"""Many clients at once, disconnecting clients, failures in flight, and the end of a server."""
 
 from __future__ import annotations
 
@@ -20,13 +20,10 @@ from support.generation import EXACT
 from support.numerics import relative
 from support.openai_clients import Client, alone, async_client, client_of, slow_down, wait_until_free
 from support.servers import Running, running, tiny_options
-from support.tiny import TinyLlama
 
 import llamatap as lt
 
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-
-#: Of sixteen clients each its own: a prompt, options of lt.generate, and a request's further fields.
+#: For each of sixteen clients: a prompt, options of lt.generate, and further fields of its request.
 MANY: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (
         f"{number} prompts " * (1 + number % 5),
@@ -43,20 +40,15 @@ MANY: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def path(tiny: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write(tmp_path_factory.mktemp("company") / "tiny.gguf", chat_template=TEMPLATE)
-
-
 @pytest.fixture
-def single(path: Path) -> Iterator[Running]:
-    """A server of one text at a time."""
-    with running([tiny_options(path, context=EXACT, parallel=1)]) as found:
+def single(tiny_chat_path: Path) -> Iterator[Running]:
+    """A server that generates one text at a time."""
+    with running([tiny_options(tiny_chat_path, context=EXACT, parallel=1)]) as found:
         yield found
 
 
 async def answer(client: Client, number: int) -> tuple[str, Any]:
-    """The text of one of many clients, and its states if it asked for any."""
+    """The text of one of the clients, and its states if it asked for any."""
     prompt, options, more = MANY[number]
     if number % 4 < 2:
         found = await client.completions.create(model="tiny", prompt=prompt, **options, **more)
@@ -76,13 +68,13 @@ async def answer(client: Client, number: int) -> tuple[str, Any]:
 
 @pytest.mark.parametrize("drafter", [None, "ngram"])
 def test_sixteen_clients_at_once_get_what_each_gets_alone(
-    path: Path, tiny_model: lt.Model, drafter: str | None
+    tiny_chat_path: Path, tiny_model: lt.Model, drafter: str | None
 ) -> None:
     async def all_of_them() -> list[tuple[str, Any]]:
         async with async_client(server) as client:
             return await asyncio.gather(*(answer(client, number) for number in range(16)))
 
-    with running([tiny_options(path, context=EXACT, parallel=5, drafter=drafter)]) as server:
+    with running([tiny_options(tiny_chat_path, context=EXACT, parallel=5, drafter=drafter)]) as server:
         found = asyncio.run(all_of_them())
         wait_until_free(server)
     with lt.Extractor(tiny_model, **EXACT) as extractor:
@@ -133,7 +125,7 @@ def test_requests_that_are_cancelled_free_their_place(
                 )
             else:
                 request = long_text(client)
-            # The first one is under way, all others wait and have had nothing.
+            # The first text is in flight; all others wait and have received nothing.
             tasks = [asyncio.create_task(request)]
             while single.worker.waiting < 1:
                 await asyncio.sleep(0.01)
@@ -174,7 +166,7 @@ def test_a_text_that_waits_streams_after_the_one_before_it(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_decode_that_fails_is_an_error_of_those_under_way(
-    path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+    tiny_chat_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     decode = lt.Context._decode
     failing = threading.Event()
@@ -186,13 +178,16 @@ def test_a_decode_that_fails_is_an_error_of_those_under_way(
             failing.clear()
             broken.add(context)
             raise lt.EngineError("the cause")
-        # As the engine's own contexts do after a failure.
+        # The engine's own contexts behave so after a failure.
         if context in broken:
             raise lt.EngineError("close this context and make another")
         decode(context, batch)
 
     monkeypatch.setattr(lt.Context, "_decode", fails_once)
-    with running([tiny_options(path, context=EXACT, parallel=2)]) as server, client_of(server) as client:
+    with (
+        running([tiny_options(tiny_chat_path, context=EXACT, parallel=2)]) as server,
+        client_of(server) as client,
+    ):
         text = long_text(client, max_tokens=5).choices[0].text
         if stream:
             found = long_text(client, stream=True)
@@ -203,12 +198,12 @@ def test_a_decode_that_fails_is_an_error_of_those_under_way(
             assert not isinstance(raised.value, openai.APIStatusError)
             assert raised.value.type == "internal_error"
             assert raised.value.code == "generation_failed"
-            # Before the first event it is a status.
+            # An error before the first event is a status.
             failing.set()
             with pytest.raises(openai.InternalServerError, match="the cause"):
                 long_text(client, stream=True)
         else:
-            # Two are under way and one waits. Nobody has read of them yet: they begin again, one by one.
+            # Two texts are in flight, one waits. No client has read anything yet: they restart, one by one.
             whole = long_text(client, max_tokens=100).choices[0].text
             with ThreadPoolExecutor(3) as pool:
                 asked = [pool.submit(long_text, client, max_tokens=100) for _ in range(3)]
@@ -218,7 +213,7 @@ def test_a_decode_that_fails_is_an_error_of_those_under_way(
                 failing.set()
                 assert [one.result().choices[0].text for one in asked] == [whole] * 3
             assert not failing.is_set()
-            # One that fails alone is told so.
+            # A request that fails alone gets the error.
             failing.set()
             with pytest.raises(openai.InternalServerError, match="the cause") as status:
                 long_text(client, max_tokens=100)
@@ -227,14 +222,16 @@ def test_a_decode_that_fails_is_an_error_of_those_under_way(
         assert long_text(client, max_tokens=5).choices[0].text == text
 
 
-def test_texts_that_failed_beside_others_go_on_together(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_that_failed_beside_others_go_on_together(
+    tiny_chat_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decode, seqs = lt.Context._decode, []
 
     def fails_on_one(context: lt.Context, batch: lt.Batch) -> None:
         time.sleep(0.002)
         tokens = batch.tokens.tolist()
         seqs.append(len(tokens))
-        # In its prompt the one that is meant to fail has this token alone.
+        # Only the prompt that is meant to fail holds this token.
         if 77 in tokens:
             raise lt.EngineError("on purpose")
         decode(context, batch)
@@ -247,7 +244,7 @@ def test_texts_that_failed_beside_others_go_on_together(path: Path, monkeypatch:
         "return_token_ids": True,
     }
     prompts = [[5, 6], [7, 77], [8] * 20, [9, 9]]
-    with running([tiny_options(path, context=EXACT, parallel=8)]) as server:
+    with running([tiny_options(tiny_chat_path, context=EXACT, parallel=8)]) as server:
         good = [
             server.post("/v1/completions", prompt=one, **options)["choices"][0]["token_ids"]
             for one in (prompts[0], prompts[2], prompts[3])
@@ -259,7 +256,7 @@ def test_texts_that_failed_beside_others_go_on_together(path: Path, monkeypatch:
             admit = type(server.worker)._admit
 
             def admits(worker: Any, text: Any) -> None:
-                # So that all are let in at one time.
+                # All are admitted at the same time.
                 gate.wait(10)
                 admit(worker, text)
 
@@ -307,12 +304,12 @@ def test_a_thread_that_fails_tells_all_and_goes_on(single: Running, monkeypatch:
 
 
 class Watched:
-    """Extraction whose batches each begin when they are told to, or when nobody wants them any more."""
+    """Extraction whose batches each wait until they are released or cancelled."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun = threading.Event()
         self.go_on = threading.Semaphore(0)
-        #: What came of each batch.
+        #: The outcome of each batch.
         self.ends: list[str] = []
         extract = lt.Extractor.__call__
 
@@ -412,16 +409,21 @@ def test_an_extraction_that_fails_leaves_others_alone(
     expected = single.states(input="a")
     monkeypatch.setattr(lt.Extractor, "__call__", fails)
     single.worker._extractor.close()
-    # Alone it is tried once more, in another context.
+    # It is retried once by itself, in another context.
     assert single.states(input="a") == expected
     assert len(broken) == 1
 
 
-def test_a_drafter_that_fails_is_not_the_requests_fault(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_that_fails_is_not_the_requests_fault(
+    tiny_chat_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def bad(*_: Any) -> Any:
         raise lt.InvalidInputError("no draft")
 
-    with running([tiny_options(path, context=EXACT, drafter="ngram")]) as server, client_of(server) as client:
+    with (
+        running([tiny_options(tiny_chat_path, context=EXACT, drafter="ngram")]) as server,
+        client_of(server) as client,
+    ):
         with monkeypatch.context() as broken:
             broken.setattr(lt.NGramDrafter, "draft", bad)
             with pytest.raises(openai.InternalServerError, match="no draft"):
@@ -429,8 +431,11 @@ def test_a_drafter_that_fails_is_not_the_requests_fault(path: Path, monkeypatch:
         assert long_text(client, max_tokens=5).usage.completion_tokens == 5
 
 
-def test_the_event_loop_is_free_while_much_is_computed(path: Path) -> None:
-    with running([tiny_options(path, n_ctx=4096, parallel=2)]) as server, client_of(server) as client:
+def test_the_event_loop_is_free_while_much_is_computed(tiny_chat_path: Path) -> None:
+    with (
+        running([tiny_options(tiny_chat_path, n_ctx=4096, parallel=2)]) as server,
+        client_of(server) as client,
+    ):
         threads = [
             threading.Thread(target=long_text, args=(client,), kwargs={"max_tokens": 1000, "n": 2}),
             threading.Thread(target=server.states, kwargs={"input": [[5] * 2000] * 8, "pooling": "mean"}),
@@ -451,7 +456,7 @@ def test_the_event_loop_is_free_while_much_is_computed(path: Path) -> None:
 
 
 def test_texts_under_way_are_finished_when_the_server_ends(
-    path: Path, tiny_model: lt.Model, monkeypatch: pytest.MonkeyPatch
+    tiny_chat_path: Path, tiny_model: lt.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = alone(tiny_model, "a", max_tokens=150, ignore_eos=True)[0].text
     slow_down(monkeypatch, 0.005)
@@ -463,7 +468,10 @@ def test_texts_under_way_are_finished_when_the_server_ends(
     def whole(number: int) -> None:
         texts[number] = long_text(client, max_tokens=150).choices[0].text
 
-    with running([tiny_options(path, context=EXACT, parallel=1)]) as server, client_of(server) as client:
+    with (
+        running([tiny_options(tiny_chat_path, context=EXACT, parallel=1)]) as server,
+        client_of(server) as client,
+    ):
         stream = long_text(client, max_tokens=150, stream=True)
         # The second one waits for the first.
         threads = [threading.Thread(target=read, args=(0, stream)), threading.Thread(target=whole, args=(1,))]
@@ -472,7 +480,7 @@ def test_texts_under_way_are_finished_when_the_server_ends(
         while server.worker.waiting < 2:
             time.sleep(0.001)
         started = time.monotonic()
-        # What follows is the client's end, after the server's.
+        # The client ends after the server.
         ending = threading.Thread(target=server.stop)
         ending.start()
         for thread in threads:

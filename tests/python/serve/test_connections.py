@@ -1,4 +1,4 @@
-"""Connections that are held open without a request: each has a deadline, and there is a limit to them all."""
+"""Connections held open without a request: each has a deadline, and their number is limited."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LONG = 100.0
 
 
 def limits(**short: float) -> ConnectionOptions:
-    """One limit that is soon reached; the others are not."""
+    """Limits of which the given one is soon reached and the others never."""
     names = ("header_timeout", "body_timeout", "idle_timeout", "send_timeout")
     return ConnectionOptions(**{**dict.fromkeys(names, LONG), **short})  # type: ignore[arg-type]
 
@@ -55,7 +55,7 @@ def test_a_request_that_does_not_arrive_is_given_up(
         with connect(server) as client, ThreadPoolExecutor(1) as pool:
             client.sendall(sent)
             ended = pool.submit(to_the_end, client)
-            # Neither does each byte begin a new time.
+            # A byte does not restart the deadline.
             while drip and not ended.done():
                 with contextlib.suppress(OSError):
                     client.sendall(drip)
@@ -74,7 +74,7 @@ def test_a_request_that_does_not_arrive_is_given_up(
 
 
 def test_times_are_of_one_request(tiny_path: Path) -> None:
-    """A connection may live longer than any of them."""
+    """A connection may outlive each of the limits."""
     options = ConnectionOptions(header_timeout=2, body_timeout=2, idle_timeout=2, send_timeout=2)
     with running([tiny_options(tiny_path)], None, options) as server, connect(server) as client:
         started = time.monotonic()
@@ -114,7 +114,7 @@ def test_a_body_that_nobody_reads_ends_too(tiny_path: Path) -> None:
 
 
 def reader(server: Running, n_tokens: int) -> socket.socket:
-    """A client that has asked for megabytes and takes little at a time."""
+    """A client that asks for megabytes and reads slowly."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**14)
     client.settimeout(30)
@@ -134,7 +134,7 @@ def test_who_reads_nothing_is_given_up(tiny_path: Path) -> None:
 
 
 def test_a_client_that_pauses_is_the_servers_affair_alone() -> None:
-    """States have no time limit beside --send-timeout, which may be of hours."""
+    """Answers with states have no time limit but --send-timeout, which may be hours."""
 
     async def main() -> list[bytes]:
         loop, sent = asyncio.get_running_loop(), []
@@ -225,7 +225,7 @@ def test_the_oldest_that_waits_makes_room(tiny_path: Path) -> None:
 
 
 def all_answers(clients: list[socket.socket]) -> list[int]:
-    """The statuses that clients get; a reset is an error."""
+    """The statuses that clients get; a connection reset fails the test."""
     found = []
     for client in clients:
         received = client.recv(2**16)
@@ -237,7 +237,7 @@ def all_answers(clients: list[socket.socket]) -> list[int]:
 
 
 def test_a_burst_is_answered(tiny_path: Path) -> None:
-    """Those that made room for others had not said yet what they want."""
+    """Connections closed to make room for others had not sent a whole request."""
     with (
         running([tiny_options(tiny_path)], None, ConnectionOptions(max_connections=4)) as server,
         contextlib.ExitStack() as stack,
@@ -318,7 +318,7 @@ def test_health_is_answered_while_all_are_busy(tiny_path: Path, monkeypatch: pyt
             assert refused.json()["error"]["code"] == "too_many_connections"
             assert int(refused.headers["retry-after"]) >= 1
             assert refused.headers["connection"] == "close"
-        # Nor do those that wait beside them take the last places.
+        # Nor do waiting connections beside them take the last places.
         for _ in range(60):
             stack.enter_context(connect(server)).sendall(HALF)
         assert len(server.http.connections) <= 4 + 16
@@ -341,7 +341,7 @@ JSON = {"Content-Type": "application/json"}
 )
 def test_a_body_of_two_lengths_is_refused(tiny_path: Path, framing: bytes) -> None:
     with running([tiny_options(tiny_path)]) as server, connect(server) as client:
-        # What follows the chunks is a request of its own by the one, and part of the body by the other.
+        # By one header the bytes after the chunks are another request, by the other part of the body.
         client.sendall(HEAD + framing + b"\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         found = to_the_end(client)
         assert found.count(b"HTTP/1.1") == 1
@@ -408,7 +408,7 @@ def test_few_open_files(tiny_path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of another process")
 def test_no_files_left(tiny_path: Path) -> None:
-    """However few the server may open all at once."""
+    """The server goes on however few files it may open."""
     with server_process("--model", f"tiny={tiny_path}", *FLAGS) as server:
         process, url = server.process, server.url
         started = time.monotonic()

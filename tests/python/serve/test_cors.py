@@ -51,12 +51,12 @@ def test_a_page_that_is_named_reads(server: Running, origin: str) -> None:
     assert {"GET", "POST"} <= set(asked.headers["access-control-allow-methods"].split(", "))
     assert "content-type" in asked.headers["access-control-allow-headers"].lower()
     assert "authorization" in asked.headers["access-control-allow-headers"].lower()
-    # Cookies and the like are none of its business.
+    # No credentials: cookies play no role.
     assert "access-control-allow-credentials" not in asked.headers
     found = post(server, origin)
     assert (found.status_code, found.headers[ALLOWED]) == (200, origin)
     assert "Origin" in found.headers["vary"]
-    # Errors are to be read, too; and when to come back.
+    # Pages may read errors as well, and Retry-After.
     wrong = httpx.post(f"{server.url}/v1/completions", json={}, headers={"Origin": origin})
     assert (wrong.status_code, wrong.headers[ALLOWED]) == (400, origin)
     assert "Retry-After" in wrong.headers["access-control-expose-headers"]
@@ -88,7 +88,7 @@ def test_without_the_option_nobody_does(origin: str, tiny_path: Path) -> None:
 
 
 def test_with_a_key(tiny_path: Path) -> None:
-    """A browser asks without it; the page brings it, or reads that it must."""
+    """The browser's preflight comes without the key; the page sends it, or reads the refusal."""
     with running([tiny_options(tiny_path)], ServerOptions(api_key="sesame", cors=(ORIGIN,))) as server:
         assert preflight(server, ORIGIN).status_code == 200
         found = post(server, ORIGIN, Authorization="Bearer sesame")
@@ -103,7 +103,7 @@ def test_all_of_them(tiny_path: Path) -> None:
         for origin in (ORIGIN, *OTHERS):
             assert preflight(server, origin).status_code == 200
             assert post(server, origin).headers[ALLOWED] == "*"
-        # Names that lead here by way of the DNS are refused as ever.
+        # DNS rebinding is still refused.
         assert post(server, ORIGIN, Host="evil.com").status_code == 403
 
 
@@ -148,7 +148,7 @@ def test_origins_are_written_as_browsers_write_them(given: str, origin: str) -> 
 def test_what_is_no_origin_is_refused(
     given: str, tiny_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It would never match, and nobody would know why."""
+    """Such an origin would never match a page's, silently."""
     wrong: Any = (ORIGIN, given)
     with pytest.raises(lt.InvalidInputError, match="an origin"):
         ServerOptions(cors=wrong)

@@ -35,12 +35,6 @@ def server(tiny_path: Path) -> Iterator[Running]:
         yield found
 
 
-@pytest.fixture(scope="module")
-def model(tiny_path: Path) -> Iterator[lt.Model]:
-    with lt.Model(tiny_path) as found:
-        yield found
-
-
 def oracle(tiny: TinyLlama, tokens: NDArray[np.int32], layer: int) -> NDArray[np.float64]:
     """transformers' hidden_states[layer], in NumPy: the last one is normed."""
     streams, normed, _ = decoder.forward(tiny.shape(), tiny.weights, tiny.entering(tokens))
@@ -53,12 +47,12 @@ def lists(answer: Any) -> NDArray[np.float32]:
 
 
 def from_base64(answer: Any) -> NDArray[np.float32]:
-    """As a client of the specification reads it."""
+    """Decode a body as a client written from the specification does."""
     raw = base64.b64decode(answer["hidden_states"])
     return np.frombuffer(raw, dtype=np.float32).reshape(answer["shape"])
 
 
-def test_the_specifications_request(server: Running, tiny: TinyLlama, model: lt.Model) -> None:
+def test_the_specifications_request(server: Running, tiny: TinyLlama, tiny_model: lt.Model) -> None:
     answer = server.post(
         "/v1/hidden_states",
         input=PROMPT,
@@ -68,7 +62,7 @@ def test_the_specifications_request(server: Running, tiny: TinyLlama, model: lt.
         return_attention_mask=False,
         encoding_format="float",
     )
-    tokens = model.tokenize(PROMPT)
+    tokens = tiny_model.tokenize(PROMPT)
     assert answer["shape"] == [len(tokens), tiny.n_embd]
     assert answer["model"] == "tiny"
     assert answer["layer"] == -2
@@ -87,7 +81,7 @@ def test_the_user_changes_nothing(server: Running) -> None:
     server.error("/v1/hidden_states", 400, "invalid_request_error", model="tiny", input=PROMPT, user=5)
 
 
-def test_the_defaults_are_the_specifications(server: Running, tiny: TinyLlama, model: lt.Model) -> None:
+def test_the_defaults_are_the_specifications(server: Running, tiny: TinyLlama, tiny_model: lt.Model) -> None:
     text = "x" * 700
     short = server.states(input=text)
     explicit = server.states(
@@ -97,14 +91,14 @@ def test_the_defaults_are_the_specifications(server: Running, tiny: TinyLlama, m
     assert short["shape"] == [512, tiny.n_embd]
     assert short["truncated"] is True
     # Cut on the right.
-    assert relative(lists(short), oracle(tiny, model.tokenize(text)[:512], -2)) < 1e-5
+    assert relative(lists(short), oracle(tiny, tiny_model.tokenize(text)[:512], -2)) < 1e-5
 
 
 def test_base64_is_read_as_the_specification_reads_it(
-    server: Running, tiny: TinyLlama, model: lt.Model
+    server: Running, tiny: TinyLlama, tiny_model: lt.Model
 ) -> None:
     answer = server.states(input=PROMPT, encoding_format="base64", return_attention_mask=True)
-    tokens = model.tokenize(PROMPT)
+    tokens = tiny_model.tokenize(PROMPT)
     assert answer["encoding_format"] == "base64"
     assert answer["attention_mask"] == [1] * len(tokens)
     assert relative(from_base64(answer), oracle(tiny, tokens, -2)) < 1e-5
@@ -117,17 +111,17 @@ def test_the_numbers_of_lists_are_those_of_base64(server: Running) -> None:
 
 @pytest.mark.parametrize("layer", [0, 1, 2, 3, 4, -1, -2, -3, -4, -5])
 def test_layers_count_as_transformers_counts(
-    server: Running, tiny: TinyLlama, model: lt.Model, layer: int
+    server: Running, tiny: TinyLlama, tiny_model: lt.Model, layer: int
 ) -> None:
     answer = server.states(input="count", layer=layer)
     assert answer["layer"] == layer
-    assert relative(lists(answer), oracle(tiny, model.tokenize("count"), layer)) < 1e-5
+    assert relative(lists(answer), oracle(tiny, tiny_model.tokenize("count"), layer)) < 1e-5
 
 
-def test_several_layers_have_an_axis(server: Running, tiny: TinyLlama, model: lt.Model) -> None:
+def test_several_layers_have_an_axis(server: Running, tiny: TinyLlama, tiny_model: lt.Model) -> None:
     wanted = [3, -1, 0, 3]
     answer = server.states(input="many layers", layers=wanted)
-    tokens = model.tokenize("many layers")
+    tokens = tiny_model.tokenize("many layers")
     assert "layer" not in answer
     assert answer["layers"] == wanted
     assert answer["shape"] == [len(tokens), 4, tiny.n_embd]
@@ -138,7 +132,7 @@ def test_several_layers_have_an_axis(server: Running, tiny: TinyLlama, model: lt
     assert flat["shape"] == [len(tokens), 1, tiny.n_embd]
 
 
-def test_token_ids_and_lists(server: Running, tiny: TinyLlama, model: lt.Model) -> None:
+def test_token_ids_and_lists(server: Running, tiny: TinyLlama, tiny_model: lt.Model) -> None:
     ids = [5, 77, 200, 9]
     one = server.states(input=ids, return_tokens=True)
     assert one["token_ids"] == ids
@@ -151,7 +145,7 @@ def test_token_ids_and_lists(server: Running, tiny: TinyLlama, model: lt.Model) 
     assert answer["encoding_format"] == "base64"
     assert "hidden_states" not in answer
     for text, entry in zip(["first", "a second one"], answer["data"], strict=True):
-        tokens = model.tokenize(text)[:6]
+        tokens = tiny_model.tokenize(text)[:6]
         assert entry["shape"] == [len(tokens), tiny.n_embd]
         assert relative(from_base64(entry), oracle(tiny, tokens, 2)) < 1e-5
 
@@ -161,9 +155,9 @@ def test_token_ids_and_lists(server: Running, tiny: TinyLlama, model: lt.Model) 
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last", "max"])
-def test_pooling(server: Running, tiny: TinyLlama, model: lt.Model, pooling: str) -> None:
+def test_pooling(server: Running, tiny: TinyLlama, tiny_model: lt.Model, pooling: str) -> None:
     answer = server.states(input="pool me", pooling=pooling)
-    rows = oracle(tiny, model.tokenize("pool me"), -2)
+    rows = oracle(tiny, tiny_model.tokenize("pool me"), -2)
     expected = {"mean": rows.mean(0), "last": rows[-1], "max": rows.max(0)}[pooling]
     assert answer["shape"] == [tiny.n_embd]
     assert answer["pooling"] == pooling
@@ -175,9 +169,9 @@ def test_pooling(server: Running, tiny: TinyLlama, model: lt.Model, pooling: str
     [("float16", np.float16, 1e-3), ("bfloat16", ml_dtypes.bfloat16, 8e-3), ("float32", np.float32, 1e-5)],
 )
 def test_dtypes_by_name(
-    server: Running, tiny: TinyLlama, model: lt.Model, dtype: str, numpy_dtype: Any, tolerance: float
+    server: Running, tiny: TinyLlama, tiny_model: lt.Model, dtype: str, numpy_dtype: Any, tolerance: float
 ) -> None:
-    expected = oracle(tiny, model.tokenize("precision"), -2)
+    expected = oracle(tiny, tiny_model.tokenize("precision"), -2)
     answer = server.states(input="precision", dtype=dtype, encoding_format="base64")
     assert answer["dtype"] == dtype
     raw = base64.b64decode(answer["hidden_states"])
@@ -202,32 +196,32 @@ def read_safetensors(data: bytes) -> tuple[dict[str, NDArray[Any]], dict[str, st
     return tensors, metadata
 
 
-def test_a_safetensors_body(server: Running, tiny: TinyLlama, model: lt.Model) -> None:
+def test_a_safetensors_body(server: Running, tiny: TinyLlama, tiny_model: lt.Model) -> None:
     body = {"model": "tiny", "input": PROMPT, "encoding_format": "safetensors", "return_attention_mask": True}
     response = server.client.post("/v1/hidden_states", json=body)
     assert response.status_code == 200
     assert response.headers["content-type"] == "application/octet-stream"
     tensors, metadata = read_safetensors(response.content)
-    tokens = model.tokenize(PROMPT)
+    tokens = tiny_model.tokenize(PROMPT)
     assert relative(tensors["hidden_states"], oracle(tiny, tokens, -2)) < 1e-5
     np.testing.assert_array_equal(tensors["token_ids"], tokens)
     np.testing.assert_array_equal(tensors["attention_mask"], np.ones(len(tokens)))
     assert metadata["model"] == "tiny"
     assert metadata["layer"] == "-2"
     assert json.loads(metadata["provenance"])["arch"] == "llama"
-    # No base64, no digits.
+    # The binary body is about as large as the states.
     assert len(response.content) < tensors["hidden_states"].nbytes + 4096
 
     several = server.client.post(
         "/v1/hidden_states", json=body | {"input": ["a", "bc"], "dtype": "bfloat16", "layers": [0, 4]}
     )
     tensors, metadata = read_safetensors(several.content)
-    assert tensors["hidden_states.1"].shape == (len(model.tokenize("bc")), 2, tiny.n_embd)
+    assert tensors["hidden_states.1"].shape == (len(tiny_model.tokenize("bc")), 2, tiny.n_embd)
     assert tensors["hidden_states.0"].dtype == ml_dtypes.bfloat16
     assert metadata["layers"] == "[0, 4]"
 
 
-def test_a_safetensors_body_loads_as_states(server: Running, model: lt.Model, tmp_path: Path) -> None:
+def test_a_safetensors_body_loads_as_states(server: Running, tiny_model: lt.Model, tmp_path: Path) -> None:
     path = tmp_path / "body.safetensors"
     cases: list[tuple[dict[str, Any], list[lt.LayerId]]] = [
         ({}, [3]),
@@ -242,7 +236,7 @@ def test_a_safetensors_body_loads_as_states(server: Running, model: lt.Model, tm
         path.write_bytes(server.client.post("/v1/hidden_states", json=body).content)
         found = lt.States.load(path)
         expected = lt.extract(
-            model,
+            tiny_model,
             PROMPT,
             layers,
             dtype=options.get("dtype"),
@@ -262,11 +256,11 @@ def test_a_safetensors_body_loads_as_states(server: Running, model: lt.Model, tm
         lt.States.load(path)
 
 
-def test_provenance_says_what_it_is(server: Running, model: lt.Model) -> None:
+def test_provenance_says_what_it_is(server: Running, tiny_model: lt.Model) -> None:
     cases: list[tuple[int, str, lt.LayerId]] = [(-2, "pre", 3), (-1, "post", "norm"), (0, "pre", 0)]
     for layer, norm, own in cases:
         provenance = server.states(input="where from", layer=layer)["provenance"]
-        expected = lt.extract(model, "where from", layers=[own]).provenance
+        expected = lt.extract(tiny_model, "where from", layers=[own]).provenance
         assert provenance["model_sha256"] == expected["model_sha256"] is not None
         assert provenance["norm"] == [norm]
         assert provenance["layers"] == [own]
@@ -378,7 +372,7 @@ rows = "2:"
 """
 
 
-def test_a_preset_of_ones_own(tiny_path: Path, tiny: TinyLlama, model: lt.Model, tmp_path: Path) -> None:
+def test_a_preset_of_ones_own(tiny_path: Path, tiny: TinyLlama, tiny_model: lt.Model, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(PRESET)
     options = ServerOptions(presets=(tmp_path / "mine.toml",))
     with running([tiny_options(tiny_path)], options) as server:
@@ -388,9 +382,9 @@ def test_a_preset_of_ones_own(tiny_path: Path, tiny: TinyLlama, model: lt.Model,
             ("long" * 9, "<s>[" + "long" * 9),
         ):
             answer = server.states(prompt=prompt, preset="mine", return_tokens=True)
-            tokens = model.tokenize(text)[:9]
+            tokens = tiny_model.tokenize(text)[:9]
             assert answer["token_ids"] == tokens[2:].tolist()
-            assert answer["truncated"] is (len(model.tokenize(text)) > 9)
+            assert answer["truncated"] is (len(tiny_model.tokenize(text)) > 9)
             assert answer["preset"] == "mine"
             assert answer["layers"] == [2, 4]
             assert answer["shape"] == [len(tokens) - 2, 2, tiny.n_embd]
@@ -406,13 +400,13 @@ def test_a_preset_of_ones_own(tiny_path: Path, tiny: TinyLlama, model: lt.Model,
 
 
 def test_a_preset_without_a_length_takes_the_whole_text(
-    tiny_path: Path, model: lt.Model, tmp_path: Path
+    tiny_path: Path, tiny_model: lt.Model, tmp_path: Path
 ) -> None:
     (tmp_path / "file.toml").write_text(PRESET.replace("max_length = 9", "").replace('"mine"', '"whole"'))
     with running([tiny_options(tiny_path)], ServerOptions(presets=(tmp_path / "file.toml",))) as server:
-        # It is called what it calls itself, not what its file is called.
+        # The preset's name is the one in the file, not the file's own.
         answer = server.states(prompt="x" * 700, preset="whole")
-        assert answer["shape"][0] == len(model.tokenize("<s>[" + "x" * 700 + "]")) - 2
+        assert answer["shape"][0] == len(tiny_model.tokenize("<s>[" + "x" * 700 + "]")) - 2
         assert answer["truncated"] is False
         assert server.states(prompt="x" * 700, preset="whole", max_length=10)["shape"][0] == 8
 

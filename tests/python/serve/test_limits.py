@@ -1,4 +1,4 @@
-"""What a server refuses: too much, too many, or from whom it does not know."""
+"""Refusals of a server: too large, too many, or from an unknown client."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_full_queue_says_when_to_come_back(tiny_path: Path, monkeypatch: pytes
         gate.open.set()
         for one in [first, *waiting]:
             assert one.result()["shape"][1] == 64
-        # Those that waited shared a batch.
+        # The waiting requests shared a batch.
         assert gate.calls == [1, 4]
         assert server.states(input="again")["shape"][1] == 64
 

@@ -1,4 +1,4 @@
-"""A server as people run it, a process of its own: many clients, clients that die, SIGTERM under load."""
+"""A server in its own process: many clients, dying clients, SIGTERM under load."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from llamatap.layers import translate
 
 
 def resident(process: subprocess.Popen[str]) -> int:
-    """MiB of memory."""
+    """Resident memory of a process in MiB."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     found = re.search(r"VmRSS:\s+(\d+)", status)
     assert found is not None
@@ -126,7 +126,7 @@ def test_a_client_that_is_killed_frees_its_place(
     while metric(url, 'llamatap_queue_prompts{model="tiny"}') > 0:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    # Of the 256,000 tokens or more that it asked for most were not computed.
+    # Most of the 256,000 or more tokens that it asked for were not computed.
     assert computed() - before < 100_000
     assert httpx.post(f"{url}/v1/hidden_states", json={"model": "tiny", "input": "a"}).status_code == 200
 
@@ -142,7 +142,7 @@ def test_sigterm_answers_what_was_accepted(tiny_path: Path) -> None:
         ]
         asked += [pool.submit(httpx.post, f"{url}/v1/completions", json=text, timeout=300) for _ in range(6)]
         deadline = time.monotonic() + 30
-        # All of them are in: some computed, some waiting.
+        # All are admitted: some are computed, some wait.
         while metric(url, 'llamatap_queue_prompts{model="tiny"}') < 20:
             assert time.monotonic() < deadline
             if all(one.done() for one in asked):
@@ -177,7 +177,7 @@ def test_two_signals_end_it_at_once(tiny_path: Path) -> None:
 
 
 def refused(*arguments: str | int | Path) -> str:
-    """What is said where nothing is served."""
+    """The error message of a server that does not start."""
     command = [sys.executable, "-m", "llamatap", "serve", "--port", "0", *map(str, arguments)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert found.returncode == 1, found.stderr

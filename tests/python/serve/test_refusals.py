@@ -1,4 +1,4 @@
-"""What the text endpoints refuse, as OpenAI's own client raises it, and what they let pass."""
+"""Refusals of the text endpoints, as OpenAI's own client raises them, and fields that they let pass."""
 
 from __future__ import annotations
 
@@ -12,27 +12,13 @@ import pytest
 from support.generation import EXACT
 from support.openai_clients import Client, client_of, slow_down, wait_until_free
 from support.servers import Running, running, tiny_options
-from support.tiny import TinyLlama
 
 from llamatap.serve import ServerOptions
 
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-
 
 @pytest.fixture(scope="module")
-def path(tiny: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write(tmp_path_factory.mktemp("refusals") / "tiny.gguf", chat_template=TEMPLATE)
-
-
-@pytest.fixture(scope="module")
-def server(path: Path) -> Iterator[Running]:
-    with running([tiny_options(path, context=EXACT, n_ctx=256)]) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[Client]:
-    with client_of(server) as found:
+def server(tiny_chat_path: Path) -> Iterator[Running]:
+    with running([tiny_options(tiny_chat_path, context=EXACT, n_ctx=256)]) as found:
         yield found
 
 
@@ -50,7 +36,7 @@ def chat(client: Client, **options: Any) -> Any:
 Endpoint = Callable[..., Any]
 both = pytest.mark.parametrize("endpoint", [complete, chat])
 
-#: Of both kinds: fields, and values that ask for what is not served.
+#: Fields and values of both endpoints that ask for something not served.
 UNSERVED: list[dict[str, Any]] = [
     {"logit_bias": {"5": 101}},
     {"logit_bias": {"a": 1}},
@@ -129,7 +115,7 @@ def test_what_is_not_served_is_named(client: Client, endpoint: Endpoint, fields:
 def test_what_asks_for_nothing_is_let_pass(
     client: Client, endpoint: Endpoint, fields: dict[str, Any]
 ) -> None:
-    # Of a seed that is drawn a text could end at once.
+    # With a random seed a text could end at once.
     found = endpoint(client, extra_body={"ignore_eos": True, **fields})
     assert found.usage.completion_tokens == 2 * (fields.get("n") or 1)
 
@@ -166,7 +152,7 @@ def test_wrong_values(client: Client, endpoint: Endpoint, fields: dict[str, Any]
     with pytest.raises(openai.BadRequestError, match=message):
         endpoint(client, extra_body=fields)
     if "stream" not in fields:
-        # Found before the first chunk, it is a status there too.
+        # An error found before the first chunk is a status in streams as well.
         with pytest.raises(openai.BadRequestError, match=message):
             endpoint(client, stream=True, extra_body=fields)
 
@@ -210,7 +196,7 @@ def test_a_text_too_long(client: Client, endpoint: Endpoint, stream: bool) -> No
     with pytest.raises(openai.BadRequestError, match="256") as raised:
         endpoint(client, stream=stream, **long)
     assert raised.value.code == "context_length_exceeded"
-    # Of several, one is enough.
+    # One wrong entry among several is enough.
     if endpoint is complete:
         with pytest.raises(openai.BadRequestError):
             complete(client, stream=stream, prompt=["fits", "x" * 300])
@@ -223,9 +209,9 @@ def test_a_text_ends_with_the_context(client: Client) -> None:
     assert answer.usage.total_tokens in (256, 257)
 
 
-def test_too_much_for_one_request(path: Path) -> None:
+def test_too_much_for_one_request(tiny_chat_path: Path) -> None:
     limits = ServerOptions(max_inputs=3, max_response_bytes=64 * 4 * 20, max_queue=5)
-    with running([tiny_options(path)], limits) as server, client_of(server) as client:
+    with running([tiny_options(tiny_chat_path)], limits) as server, client_of(server) as client:
         assert len(complete(client, prompt=["a"] * 3).choices) == 3
         with pytest.raises(openai.BadRequestError, match="4 texts; this server gives 3"):
             complete(client, prompt=["a", "b"], n=2)
@@ -237,8 +223,8 @@ def test_too_much_for_one_request(path: Path) -> None:
         complete(client, prompt=[5] * 100, extra_body={"return_hidden_states": "last"})
 
 
-def test_keys(path: Path) -> None:
-    with running([tiny_options(path)], ServerOptions(api_key="sesame")) as server:
+def test_keys(tiny_chat_path: Path) -> None:
+    with running([tiny_options(tiny_chat_path)], ServerOptions(api_key="sesame")) as server:
         with client_of(server, "sesame") as client:
             assert complete(client).usage.completion_tokens == 2
             assert [one.id for one in client.models.list()] == ["tiny"]
@@ -250,9 +236,12 @@ def test_keys(path: Path) -> None:
                     assert raised.value.code == "invalid_api_key"
 
 
-def test_a_full_queue(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue(tiny_chat_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_down(monkeypatch, 0.02)
-    with running([tiny_options(path)], ServerOptions(max_queue=2)) as server, client_of(server) as client:
+    with (
+        running([tiny_options(tiny_chat_path)], ServerOptions(max_queue=2)) as server,
+        client_of(server) as client,
+    ):
         stream = complete(client, prompt="a", n=2, max_tokens=200, stream=True)
         next(stream)
         for endpoint in (complete, chat):
@@ -260,7 +249,7 @@ def test_a_full_queue(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 endpoint(client)
             assert raised.value.code == "queue_full"
             assert int(raised.value.response.headers["Retry-After"]) >= 1
-        # No time is right for what never fits.
+        # No Retry-After for a request that can never fit.
         with pytest.raises(openai.BadRequestError, match="this server gives 2"):
             complete(client, n=3)
         stream.close()

@@ -1,9 +1,10 @@
-"""Whatever a client sends, the server's answer is none of its own failures."""
+"""Random requests by the OpenAPI schema: the server never answers with a failure of its own."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +12,11 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 from support.servers import Running, running, tiny_options
-from support.tiny import TinyLlama
 
 
 @pytest.fixture(scope="module")
-def server(tiny: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    path = tmp_path_factory.mktemp("chat") / "tiny.gguf"
-    tiny.write(path, chat_template="{% for message in messages %}{{ message.content }}{% endfor %}")
-    with running([tiny_options(path)]) as found:
+def server(tiny_chat_path: Path) -> Iterator[Running]:
+    with running([tiny_options(tiny_chat_path)]) as found:
         yield found
 
 
@@ -47,7 +45,7 @@ def test_no_request_makes_the_server_fail(server: Running, method: str, path: st
         if isinstance(case.body, dict) and "model" in case.body:
             # A name that is made up ends at the first check, and a long text takes long.
             case.body |= {"model": "tiny", "max_tokens": 2} if "completions" in path else {"model": "tiny"}
-            # So does a role that is.
+            # So does an invented role.
             messages = case.body.get("messages")
             for one in messages if isinstance(messages, list) else ():
                 if isinstance(one, dict) and isinstance(one.get("role"), str):

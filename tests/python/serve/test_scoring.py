@@ -1,8 +1,8 @@
-"""``echo``, ``prompt_logprobs`` and ``logit_bias`` of completions: what harnesses score texts with."""
+"""``echo``, ``prompt_logprobs`` and ``logit_bias`` of completions, which harnesses score texts with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,24 +21,11 @@ from llamatap.serve.echo import offsets_in, text_of
 
 #: Without blanks, of which the tiny tokenizer makes other characters.
 PROMPT = "aé€😀z,upon-a-time"
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
-def path(tiny: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write(tmp_path_factory.mktemp("scoring") / "tiny.gguf", chat_template=TEMPLATE)
-
-
-@pytest.fixture(scope="module")
-def server(path: Path) -> Iterator[Running]:
-    with running([tiny_options(path, context=EXACT)]) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[Client]:
-    with client_of(server) as found:
-        yield found
+def served_path(tiny_chat_path: Path) -> Path:
+    return tiny_chat_path
 
 
 def create(client: Client, prompt: Any = PROMPT, **options: Any) -> Any:
@@ -60,7 +47,7 @@ def check(model: lt.Model, found: Any, tokens: Sequence[int], n_top: int) -> Non
         assert logprob == pytest.approx(row[token], abs=1e-4)
         best = np.argsort(-row)[:n_top].tolist()
         assert list(top) == [spelling(model, one) for one in (best if token in best else [*best, token])]
-        # As harnesses tell whether a text is the greedy one.
+        # Harnesses tell the greedy text in this way.
         assert (logprob == max(top.values())) == (token == row.argmax() or n_top == 0)
 
 
@@ -138,12 +125,12 @@ def test_echo_of_several_texts_of_several_prompts(client: Client, tiny_model: lt
         assert texts[index] == prompts[index // 2] + one.text
         every = [*one.prompt.tolist(), *one.tokens.tolist()]
         assert tokens[index] == [spelling(tiny_model, token) for token in every]
-        # Of what was generated.
+        # Log-probabilities of the generated tokens.
         assert ids[index] == one.tokens.tolist()
 
 
 def test_prompt_logprobs_of_completions(server: Running, tiny_model: lt.Model) -> None:
-    """As vLLM gives them."""
+    """``prompt_logprobs`` have vLLM's form."""
     prompts = [tiny_model.tokenize(one).tolist() for one in (PROMPT, "short")]
     answer = server.post(
         "/v1/completions", model="tiny", prompt=prompts, max_tokens=2, prompt_logprobs=3, temperature=0
@@ -254,26 +241,28 @@ def test_a_prompt_that_fills_the_context(client: Client, tiny_model: lt.Model, s
     most = server.worker.text_limit
     (choice,) = create(client, [5] * most, max_tokens=0, echo=True, logprobs=0).choices
     assert len(choice.logprobs.tokens) == most
-    # As lm-eval asks; the last token needs no place.
+    # lm-eval's request; the last token needs no position.
     (choice,) = create(client, [5] * most, max_tokens=1, echo=True, logprobs=0).choices
     assert len(choice.logprobs.tokens) == most + 1
     with pytest.raises(openai.BadRequestError, match=str(most)):
         create(client, [5] * (most + 1), max_tokens=0, echo=True)
 
 
-def test_memory_for_log_probabilities_is_bounded(path: Path) -> None:
+def test_memory_for_log_probabilities_is_bounded(tiny_chat_path: Path) -> None:
     """They count as states do: what could never fit is refused before anything is computed."""
     limits = ServerOptions(max_pending_bytes=400 * 21 * 100)
-    with running([tiny_options(path)], limits) as server, client_of(server) as client:
+    with running([tiny_options(tiny_chat_path)], limits) as server, client_of(server) as client:
         assert len(create(client, [5] * 100, max_tokens=0, echo=True, logprobs=20).choices) == 1
         with pytest.raises(openai.APIStatusError, match="log-probabilities") as raised:
             create(client, [5] * 101, max_tokens=0, echo=True, logprobs=20)
         assert raised.value.status_code == 413
-        # Given back.
+        # The memory was given back.
         assert server.state.budget.free == server.state.budget.total
 
 
-def test_drafters_change_nothing(path: Path, tiny: TinyLlama, tiny_model: lt.Model, tmp_path: Path) -> None:
+def test_drafters_change_nothing(
+    tiny_chat_path: Path, tiny: TinyLlama, tiny_model: lt.Model, tmp_path: Path
+) -> None:
     bias = {"100": 2.0, "7": -100.0}
     options: dict[str, Any] = {"max_tokens": 20, "echo": True, "logprobs": 2, "logit_bias": bias}
     expected = alone(
@@ -281,7 +270,7 @@ def test_drafters_change_nothing(path: Path, tiny: TinyLlama, tiny_model: lt.Mod
     )[0]
     for drafter in ("ngram", str(nearly(tiny, tmp_path / "near.gguf", noise=0.02))):
         with (
-            running([tiny_options(path, context=EXACT, drafter=drafter, n_max=3)]) as server,
+            running([tiny_options(tiny_chat_path, context=EXACT, drafter=drafter, n_max=3)]) as server,
             client_of(server) as client,
         ):
             (choice,) = create(client, "abcabcabc", **options).choices
@@ -340,11 +329,11 @@ class Odd:
     [
         # A blank before the text, as SentencePiece adds it.
         ((b"<s>", b" Once", b" upon"), "Once upon", [0, 0, 4]),
-        # The text is within the BOS, too.
+        # The text occurs inside the BOS as well.
         ((b"<s>", b" s"), "s", [0, 0]),
-        # It brings its BOS itself.
+        # The text brings its own BOS.
         ((b"<s>", b"a", b"b"), "<s>ab", [0, 3, 4]),
-        # And an EOS that is added.
+        # The tokenizer also adds an EOS.
         ((b"<s>", b"a", b"b", b"</s>"), "ab", [0, 0, 1, 2]),
         # Tokens that cross characters, and a character of three tokens.
         ((b"<s>", b"a\xc3", b"\xa9b", b"\xe2", b"\x82", b"\xac", b"!"), "aéb€!", [0, 0, 1, 3, 3, 3, 4]),

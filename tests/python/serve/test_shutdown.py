@@ -1,4 +1,4 @@
-"""The end of a server: nothing new comes in, what is in flight is finished or told that it is not."""
+"""Shutdown of a server: no new requests; in-flight ones are finished or told that they are not."""
 
 from __future__ import annotations
 
@@ -29,20 +29,12 @@ from support.servers import (
     tiny_options,
     wait_until,
 )
-from support.tiny import TinyLlama
 
 from llamatap.serve import ServerOptions
 
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-
-
-@pytest.fixture(scope="module")
-def path(tiny: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write(tmp_path_factory.mktemp("shutdown") / "tiny.gguf", chat_template=TEMPLATE)
-
 
 def events(response: httpx.Response) -> Iterator[Any]:
-    """What a stream holds, until [DONE]."""
+    """The events of a stream, up to [DONE]."""
     for line in response.iter_lines():
         if line:
             data = line.removeprefix("data: ")
@@ -60,11 +52,13 @@ TEXT = {"model": "tiny", "max_tokens": 1500, "ignore_eos": True}
 USER = [{"role": "user", "content": "a"}]
 
 
-def test_what_cannot_be_finished_ends_with_an_answer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_finished_ends_with_an_answer(
+    tiny_chat_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow_down(monkeypatch, 0.02)
     with (
         # Room for all four at once.
-        running([tiny_options(path, n_ctx=8192)], drain=0.5) as server,
+        running([tiny_options(tiny_chat_path, n_ctx=8192)], drain=0.5) as server,
         ThreadPoolExecutor(4) as pool,
         httpx.Client(base_url=server.url, timeout=60) as http,
     ):
@@ -96,9 +90,11 @@ def test_what_cannot_be_finished_ends_with_an_answer(path: Path, monkeypatch: py
         assert not end.is_alive()
 
 
-def test_real_clients_see_that_a_stream_was_not_finished(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_clients_see_that_a_stream_was_not_finished(
+    tiny_chat_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow_down(monkeypatch, 0.02)
-    with running([tiny_options(path)], drain=0.3) as server, client_of(server) as client:
+    with running([tiny_options(tiny_chat_path)], drain=0.3) as server, client_of(server) as client:
         stream = client.completions.create(
             model="tiny", prompt="a", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
         )
@@ -109,13 +105,15 @@ def test_real_clients_see_that_a_stream_was_not_finished(path: Path, monkeypatch
         end.join()
 
 
-def test_what_waits_for_states_or_memory_ends_too(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_waits_for_states_or_memory_ends_too(
+    tiny_chat_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = Gate(monkeypatch)
     # Room for the states of one of them.
     options = ServerOptions(max_pending_bytes=100 * 64 * 4 * 2)
     ask = {"model": "tiny", "input": [5] * 100, "encoding_format": "base64", "dtype": "float16"}
     with (
-        running([tiny_options(path)], options, drain=0.3) as server,
+        running([tiny_options(tiny_chat_path)], options, drain=0.3) as server,
         ThreadPoolExecutor(4) as pool,
     ):
         asked = [
@@ -132,10 +130,10 @@ def test_what_waits_for_states_or_memory_ends_too(path: Path, monkeypatch: pytes
 
 
 def test_half_open_requests_are_dropped_and_the_others_finished(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_chat_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_down(monkeypatch, 0.02)
-    with running([tiny_options(path)], drain=300) as server, httpx.Client(timeout=60) as http:
+    with running([tiny_options(tiny_chat_path)], drain=300) as server, httpx.Client(timeout=60) as http:
         body = {**TEXT, "max_tokens": 50, "prompt": "a", "stream": True}
         with (
             connect(server) as silent,
@@ -182,7 +180,7 @@ def load(server: ServerProcess, pool: ThreadPoolExecutor) -> list[Any]:
         return lines
 
     asked: list[Any] = [pool.submit(stream)]
-    # One that has not begun would be an answer of 503.
+    # A request that has not started would get a 503.
     assert begun.wait(30)
     asked.append(pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60))
     wait_until(lambda: metric(server.url, 'llamatap_queue_prompts{model="tiny"}') > 120)
@@ -193,8 +191,8 @@ def load(server: ServerProcess, pool: ThreadPoolExecutor) -> list[Any]:
     ("signals", "drain"),
     [((signal.SIGTERM,), 1), ((signal.SIGTERM,) * 2, 300), ((signal.SIGINT,) * 2, 300)],
 )
-def test_signals(path: Path, signals: tuple[int, ...], drain: int) -> None:
-    flags = ("--model", f"tiny={path}", *FLAGS, "--drain", str(drain))
+def test_signals(tiny_chat_path: Path, signals: tuple[int, ...], drain: int) -> None:
+    flags = ("--model", f"tiny={tiny_chat_path}", *FLAGS, "--drain", str(drain))
     with server_process(*flags) as server, ThreadPoolExecutor(4) as pool:
         stream, plain = load(server, pool)
         host, port = server.url.removeprefix("http://").split(":")
@@ -217,12 +215,12 @@ def test_signals(path: Path, signals: tuple[int, ...], drain: int) -> None:
     told = [line for line in said if "stopping: 2 requests in flight" in line]
     assert len(told) == 1
     assert "1 half-open" in told[0]
-    # And one of what could not be finished.
+    # The last line counts what could not be finished.
     assert said[said.index(told[0]) + 1 :] == ["WARNING:  2 requests were not finished: they end with 503"]
 
 
-def test_a_signal_with_nothing_in_flight_is_a_line(path: Path) -> None:
-    with server_process("--model", f"tiny={path}", *FLAGS, "--drain", "300") as server:
+def test_a_signal_with_nothing_in_flight_is_a_line(tiny_chat_path: Path) -> None:
+    with server_process("--model", f"tiny={tiny_chat_path}", *FLAGS, "--drain", "300") as server:
         assert httpx.get(f"{server.url}/health").status_code == 200
         server.process.terminate()
         server.process.wait(20)

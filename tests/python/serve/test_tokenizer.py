@@ -64,7 +64,7 @@ def test_the_only_model_need_not_be_named(tiny_path: Path) -> None:
         assert server.post("/tokenize", prompt="ab")["count"] == 3
         assert server.post("/detokenize", tokens=[100])["prompt"] == "a"
         assert server.client.get("/tokenizer_info").json()["eos_token"] == "</s>"
-        # Not in vain, nor for hours.
+        # A text that could never be used is refused at once.
         message = server.error("/tokenize", 400, "invalid_request_error", prompt="x" * (2**16 + 1))
         assert "65537 characters" in message
 

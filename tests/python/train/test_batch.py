@@ -1,5 +1,7 @@
-"""Windows and shifts, worked out by hand. The rules are those of verl's document of its co-training, and of
-speculators' `shift_batch` and `CollateFn` (0.9.0)."""
+"""Windows and shifts, worked out by hand.
+
+The rules are those of verl's co-training document, and of speculators' own `shift_batch` and `CollateFn`
+(0.9.0)."""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ def test_windows_of_another_length() -> None:
 
 #: Two samples: 11, 12, 13, 14 with the response 13, 14; and 21, 22, 23, a response without its prompt.
 FIRST, SECOND = ([11, 12, 13, 14], [0, 0, 1, 1]), ([21, 22, 23], [1, 1, 1])
-# What both pairings share. Rows are h[t] = 11, 12, 13 | 14 (which has nothing to predict) | 21, 22.
+# Common to both pairings. Rows are h[t] = 11, 12, 13 | 14 (which has nothing to predict) | 21, 22.
 HIDDEN = [11, 12, 13, 14, 21, 22]
 TARGET = [12, 13, 14, 21, 22, 23]
 LOSS = [0, 1, 1, 0, 1, 1]
@@ -110,7 +112,7 @@ def test_shifts(pairing: Any, tokens: list[int], positions: list[int]) -> None:
 
 
 def test_a_single_sample_in_its_window() -> None:
-    """With max_len=3 the window is 12, 13, 14: the response alone would be shorter."""
+    """With max_len=3 the window is 12, 13, 14, since the response alone is shorter."""
     found = training_batch([sample(*FIRST)], max_len=3)
     assert found["input_ids"].tolist() == [[13, 14]]
     assert found["hidden_states"].tolist() == [states([12, 13]).tolist()]
@@ -164,7 +166,7 @@ def texts_of(masks: Sequence[Any]) -> list[Sample]:
         [[0, 0, 1, 1], [0, 1]],
         # In several pieces, and beyond the window.
         [[0, 1, 0, 1, 1, 0, 0, 1, 0], [0, 0, 1, 0, 1]],
-        # As booleans.
+        # The mask as booleans.
         [np.array([False, True, False, True]), np.array([True, True])],
         # A single token, at every place.
         *([[int(p == k) for p in range(5)]] for k in range(1, 5)),

@@ -1,4 +1,4 @@
-"""What a buffer keeps, of which step, and what it refuses."""
+"""DataBuffer: the samples it keeps, by step, and those it refuses."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_oldest_make_room() -> None:
 @pytest.mark.parametrize("current_size", [2, 2000])
 @pytest.mark.parametrize("store", [True, False])
 def test_the_oldest_make_room_for_bytes(store: bool, current_size: int) -> None:
-    """Of 3 x 2 bfloat16: 12 bytes a sample. Room for three and a half; those without states take none."""
+    """A sample of 3 x 2 bfloat16 takes 12 bytes; 3.5 fit, and samples without states take none."""
     options = TrainOptions(
         data_buffer_max_bytes=42, store_hidden_states=store, buffer_max_samples=current_size
     )
@@ -204,7 +204,7 @@ def test_states_that_do_not_fit_their_tokens_are_refused(value: Any, message: st
         buffer.add_batch({"input_ids": [[1, 2, 3], [7, 8, 9]]}, [states([1, 2, 3]), value])
     with pytest.raises(lt.InvalidInputError, match=message):
         buffer.add_batch({"input_ids": [[7, 8, 9]]}, [value])
-    # All of a batch, or none of it.
+    # A batch is added as a whole or not at all.
     assert buffer.get_data_count() == 0
     assert buffer.collected_data == []
 
@@ -229,7 +229,7 @@ def test_padding_is_left_out() -> None:
             assert np.asarray(one.hidden_states)[:, 0].tolist() == [5, 6, 7, 8]
             assert other.input_ids.tolist() == [1, 2, 3, 4, 9, 9, 9]
             assert other.loss_mask.tolist() == [0, 0, 0, 1, 1, 1, 1]
-    # A mask of its own goes before them.
+    # An explicit mask takes precedence.
     buffer.add_batch({**batch, "loss_mask": [[0, 0, 0, 1, 0, 0, 0], [1] * 7]}, None)
     assert [one.loss_mask.tolist() for one in buffer.get_all_data()[2:]] == [[0, 0, 1, 0], [1] * 7]
     assert [one.hidden_states for one in buffer.get_all_data()[2:]] == [None, None]
@@ -306,7 +306,7 @@ def test_layers_by_either_name_make_a_batch() -> None:
 
 @pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
 def test_generations_are_copied_once(dtype: str | None) -> None:
-    """Into memory of their own, which is all that is taken meanwhile."""
+    """The one copy is all the memory that is taken."""
     rows = np.ones((4000, 2, 256), np.float32)
     given = generation(range(1000), range(3000), rows)
     buffer = DataBuffer(dtype=dtype)
@@ -327,7 +327,7 @@ def test_generations_are_copied_once(dtype: str | None) -> None:
 
 
 def test_samples_are_copies(rng: np.random.Generator) -> None:
-    """Whoever made the arrays may use them again."""
+    """The caller may reuse its arrays."""
     array = rng.standard_normal((3, 2)).astype(np.float32)
     tokens = np.array([[1, 2, 3]])
     before = array.copy()
@@ -416,12 +416,12 @@ def test_when_training_runs_and_on_what() -> None:
     empty = DataBuffer()
     empty.add_batch({"input_ids": [[1, 2], [3, 4]]}, None)
     with pytest.raises(lt.InvalidInputError, match="in 2 samples: 2 with no states"):
-        # At once, not with the first batch.
+        # It raises at once, not with the first batch.
         options.batches(empty)
 
 
 def test_numpy_is_enough() -> None:
-    """PyTorch is imported by those alone who import what needs it."""
+    """PyTorch is imported only with the module that needs it."""
     code = "import sys, llamatap.train, llamatap.connectors; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -191,7 +191,7 @@ def test_eagle_loss(
 
 
 def test_a_drafter_learns() -> None:
-    """Tokens and states to the next states: a matrix that makes them is found."""
+    """Training finds the matrix that maps tokens and states to the next states."""
     torch.manual_seed(0)
     rng = np.random.default_rng(5)
     step = np.linalg.qr(rng.standard_normal((16, 16)))[0].astype(np.float32)
@@ -217,7 +217,7 @@ def test_a_drafter_learns() -> None:
             loss.backward()
             optimiser.step()
             losses.append(loss.item())
-    # Of the wrong pairing, or across borders, no matrix would do.
+    # With the wrong pairing, or across borders of samples, no matrix would fit.
     assert losses[-1] < 1e-4 < 0.1 < losses[0]
 
 
@@ -238,7 +238,7 @@ def test_the_shift_of_speculators(layers: int) -> None:
         rows = torch.from_numpy(states(tokens, layers))
         items.append(
             {
-                # As ArrowDataset and BaseDataset make them.
+                # The form in which ArrowDataset and BaseDataset make them.
                 "hidden_states": rows[:, :-1].flatten(1),
                 "verifier_last_hidden_states": rows[:, -1],
                 "input_ids": torch.tensor(tokens),
@@ -299,7 +299,7 @@ def test_a_trainer_of_speculators_reads_a_connector(dtype: str, tmp_path: Path) 
         generated = transfer.get_generated(params)
         assert generated is not None
         offline.check_hidden_states(generated, texts[-1])
-        # What is written into a tensor reaches nobody else, and does not end the process.
+        # Writing into a tensor changes no other reader's data and does not crash.
         generated["hidden_states"].zero_()
         again = transfer.get_generated(params)
         assert again is not None

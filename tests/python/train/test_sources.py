@@ -1,10 +1,9 @@
-"""The two sources of samples, drafting verification and a forward pass, and who gets states."""
+"""The two sources of samples (draft verification and a forward pass), and which requests get states."""
 
 from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,24 +23,18 @@ from llamatap.train import DataBuffer, Sample, TrainOptions, trainable, training
 
 LENGTHS = (7, 40, 1, 18, 23)
 MAX_TOKENS = 20
-#: What EAGLE-3 is given, and what is predicted: of a model of four blocks.
+#: EAGLE-3's input layers and the predicted one, for a model of four blocks.
 EAGLE3: tuple[lt.LayerId, ...] = (1, 2, 3, "norm")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lt.Model]:
-    with lt.Model(TinyLlama().write(tmp_path_factory.mktemp("train") / "target.gguf")) as found:
-        yield found
+def prompts(tiny_model: lt.Model) -> list[list[int]]:
+    return ragged(np.random.default_rng(3), tiny_model.n_vocab, LENGTHS)
 
 
 @pytest.fixture(scope="module")
-def prompts(model: lt.Model) -> list[list[int]]:
-    return ragged(np.random.default_rng(3), model.n_vocab, LENGTHS)
-
-
-@pytest.fixture(scope="module")
-def expected(model: lt.Model, prompts: list[list[int]]) -> list[list[int]]:
-    return [by_hand(model, prompt, MAX_TOKENS) for prompt in prompts]
+def expected(tiny_model: lt.Model, prompts: list[list[int]]) -> list[list[int]]:
+    return [by_hand(tiny_model, prompt, MAX_TOKENS) for prompt in prompts]
 
 
 def by_tokens(samples: list[Sample]) -> list[Sample]:
@@ -53,7 +46,7 @@ def by_tokens(samples: list[Sample]) -> list[Sample]:
 def test_both_sources_give_the_same_samples(
     drafting: bool,
     layers: tuple[lt.LayerId, ...],
-    model: lt.Model,
+    tiny_model: lt.Model,
     prompts: list[list[int]],
     expected: list[list[int]],
 ) -> None:
@@ -61,8 +54,8 @@ def test_both_sources_give_the_same_samples(
     tokens when drafting"."""
     drafted, computed = DataBuffer(), DataBuffer()
     texts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, expected, strict=True)]
-    with model.context(n_ctx=512, n_seq_max=3, n_ubatch=16, n_batch=32, **EXACT) as context:
-        drafter = Guessing(model.n_vocab, texts, wrong=0.3) if drafting else None
+    with tiny_model.context(n_ctx=512, n_seq_max=3, n_ubatch=16, n_batch=32, **EXACT) as context:
+        drafter = Guessing(tiny_model.n_vocab, texts, wrong=0.3) if drafting else None
         found = list(
             lt.generate(
                 context,
@@ -81,7 +74,7 @@ def test_both_sources_give_the_same_samples(
     if drafting:
         assert sum(one.stats.accepted for one in found) > 10
         assert sum(one.stats.drafted - one.stats.accepted for one in found) > 10
-    with lt.Extractor(model, **EXACT) as extractor:
+    with lt.Extractor(tiny_model, **EXACT) as extractor:
         for prompt, text in zip(prompts, texts, strict=True):
             mask = [0] * len(prompt) + [1] * MAX_TOKENS
             computed.add_states(extractor(text, layers), mask)
@@ -96,10 +89,10 @@ def test_both_sources_give_the_same_samples(
         assert rows.shape == wanted.shape
         assert rows.ndim == (2 if len(layers) == 1 else 3)
         assert max(relative(a, b) for a, b in zip(rows, wanted, strict=True)) < 1e-4
-    # Data of either is trained on, and of both.
+    # Each source trains, and so do both together.
     for buffer in (drafted, computed):
         (batch,) = TrainOptions(max_len=30).batches(buffer)
-        assert batch["hidden_states"].shape[2] == model.n_embd * max(len(layers) - 1, 1)
+        assert batch["hidden_states"].shape[2] == tiny_model.n_embd * max(len(layers) - 1, 1)
         assert int(batch["loss_mask"].sum()) > 60
     mine, theirs = training_batch(ours), training_batch(others)
     assert mine["input_ids"].tolist() == theirs["input_ids"].tolist()
@@ -110,11 +103,11 @@ def test_both_sources_give_the_same_samples(
     assert both["input_ids"].shape == (1, 2 * sum(len(text) for text in texts) - 1)
 
 
-def test_the_target_is_what_the_output_head_reads(model: lt.Model, prompts: list[list[int]]) -> None:
-    """The eagle pairing: after token[t+1], h[t+1] gives the token t+2, which greedy text has next."""
+def test_the_target_is_what_the_output_head_reads(tiny_model: lt.Model, prompts: list[list[int]]) -> None:
+    """EAGLE's pairing: h[t+1] after token[t+1] gives the token t+2 of the greedy text."""
     buffer = DataBuffer()
     (found,) = lt.generate(
-        model,
+        tiny_model,
         prompts[1],
         max_tokens=30,
         ignore_eos=True,
@@ -132,9 +125,9 @@ def test_the_target_is_what_the_output_head_reads(model: lt.Model, prompts: list
     assert chosen[responses][:-1].tolist() == found.tokens[1:].tolist()
 
 
-def test_on_states_gets_each_text_as_it_ends(model: lt.Model, prompts: list[list[int]]) -> None:
+def test_on_states_gets_each_text_as_it_ends(tiny_model: lt.Model, prompts: list[list[int]]) -> None:
     """A short text that waits for its turn in the results is handed over before longer ones end."""
-    with model.context(n_ctx=512, n_seq_max=4, **EXACT) as context, lt.Session(context) as session:
+    with tiny_model.context(n_ctx=512, n_seq_max=4, **EXACT) as context, lt.Session(context) as session:
         seen: list[lt.Generation] = []
         lengths = (20, 4, 9)
         for prompt, length in zip(prompts, lengths, strict=False):
@@ -148,10 +141,10 @@ def test_on_states_gets_each_text_as_it_ends(model: lt.Model, prompts: list[list
     assert [found[one.index] is one for one in seen] == [True] * 3
     order: list[int] = []
     results = lt.generate(
-        model,
+        tiny_model,
         prompts[:3],
         max_tokens=6,
-        stop_tokens=range(model.n_vocab),
+        stop_tokens=range(tiny_model.n_vocab),
         states="full",
         on_states=lambda one: order.append(one.index),
     )
@@ -160,7 +153,7 @@ def test_on_states_gets_each_text_as_it_ends(model: lt.Model, prompts: list[list
 
 
 def test_only_those_who_ask_get_states(
-    model: lt.Model, prompts: list[list[int]], expected: list[list[int]]
+    tiny_model: lt.Model, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     """None, last and full in one batch, as SGLang's capture modes; chosen for each request."""
     modes: list[dict[str, Any]] = [
@@ -171,7 +164,7 @@ def test_only_those_who_ask_get_states(
         {"prompt_states": True, "layers": ["norm"]},
     ]
     buffer = DataBuffer()
-    with model.context(n_ctx=512, n_seq_max=5, **EXACT) as context, lt.Session(context) as session:
+    with tiny_model.context(n_ctx=512, n_seq_max=5, **EXACT) as context, lt.Session(context) as session:
         for prompt, mode in zip(prompts, modes, strict=True):
             on_states = buffer.add_generation if mode.get("states") == "full" else None
             session.add(prompt, max_tokens=MAX_TOKENS, ignore_eos=True, on_states=on_states, **mode)
@@ -186,23 +179,23 @@ def test_only_those_who_ask_get_states(
         LENGTHS[4],
     ]
     shorter, longer = sorted(buffer.get_all_data(), key=lambda one: len(one.input_ids))
-    # Without its prompt, and with it.
+    # First without the prompt's states, then with them.
     assert shorter.input_ids.tolist() == expected[2]
     assert shorter.loss_mask.tolist() == [1] * MAX_TOKENS
     assert longer.input_ids.tolist() == [*prompts[3], *expected[3]]
     assert longer.loss_mask.tolist() == [0] * LENGTHS[3] + [1] * MAX_TOKENS
-    with lt.Extractor(model, **EXACT) as extractor:
+    with lt.Extractor(tiny_model, **EXACT) as extractor:
         whole = extractor([*prompts[2], *expected[2]], ["norm"]).array[-MAX_TOKENS:, 0]
         assert relative(np.asarray(shorter.hidden_states), whole) < 1e-5
         whole = extractor([*prompts[3], *expected[3]], EAGLE3).array
         assert relative(np.asarray(longer.hidden_states), whole) < 1e-5
 
 
-def test_what_is_no_sample_is_refused(model: lt.Model, prompts: list[list[int]]) -> None:
-    """At the first text, not after a night of collecting."""
+def test_what_is_no_sample_is_refused(tiny_model: lt.Model, prompts: list[list[int]]) -> None:
+    """It raises at the first text, not after a night of collecting."""
     buffer = DataBuffer()
     generate = partial(lt.generate, max_tokens=5, ignore_eos=True, on_states=buffer.add_generation)
-    with model.context(n_ctx=256, **EXACT) as context:
+    with tiny_model.context(n_ctx=256, **EXACT) as context:
         for mode in ({"states": "last"}, {"prompt_states": True}, {"states": "last", "prompt_states": True}):
             with pytest.raises(lt.InvalidInputError, match="generate with states='full'"):
                 list(generate(context, prompts[0], layers=["norm"], **mode))
@@ -230,11 +223,11 @@ def test_what_is_no_sample_is_refused(model: lt.Model, prompts: list[list[int]])
         assert buffer.get_all_data()[0].loss_mask.tolist() == [1] * 7
 
 
-def test_the_last_token_of_a_full_context_is_left_out(model: lt.Model, prompts: list[list[int]]) -> None:
-    """It has no place, so no state."""
+def test_the_last_token_of_a_full_context_is_left_out(tiny_model: lt.Model, prompts: list[list[int]]) -> None:
+    """The last token has no position in the context, and therefore no state."""
     prompt = (prompts[1] * 7)[:250]
     buffer = DataBuffer()
-    with model.context(n_ctx=256, **EXACT) as context:
+    with tiny_model.context(n_ctx=256, **EXACT) as context:
         (found,) = lt.generate(
             context,
             prompt,
@@ -247,13 +240,13 @@ def test_the_last_token_of_a_full_context_is_left_out(model: lt.Model, prompts: 
     assert len(found.tokens) == 7
     (one,) = buffer.get_all_data()
     assert one.input_ids.tolist() == [*prompt, *found.tokens[:6].tolist()]
-    assert np.asarray(one.hidden_states).shape == (256, model.n_embd)
+    assert np.asarray(one.hidden_states).shape == (256, tiny_model.n_embd)
     assert one.loss_mask.sum() == 6
 
 
-def test_cancelled_texts_come_with_what_they_have(model: lt.Model, prompts: list[list[int]]) -> None:
+def test_cancelled_texts_come_with_what_they_have(tiny_model: lt.Model, prompts: list[list[int]]) -> None:
     buffer = DataBuffer()
-    with model.context(n_ctx=512, n_seq_max=1, **EXACT) as context, lt.Session(context) as session:
+    with tiny_model.context(n_ctx=512, n_seq_max=1, **EXACT) as context, lt.Session(context) as session:
         options: dict[str, Any] = {"states": "full", "prompt_states": True, "layers": ["norm"]}
         for prompt in prompts[:2]:
             session.add(prompt, ignore_eos=True, on_states=buffer.add_generation, **options)
@@ -269,13 +262,13 @@ def test_cancelled_texts_come_with_what_they_have(model: lt.Model, prompts: list
     assert trainable([waiting, under_way]) == ([under_way], {"no states": 1})
 
 
-def test_what_a_callback_raises_comes_out(model: lt.Model, prompts: list[list[int]]) -> None:
-    """The others of a session are dropped, as after a drafter's failure, and it goes on."""
+def test_what_a_callback_raises_comes_out(tiny_model: lt.Model, prompts: list[list[int]]) -> None:
+    """The session drops its other in-flight texts, as after a drafter's error, and goes on."""
 
     def fail(generation: lt.Generation) -> None:
         raise RuntimeError("no more room")
 
-    with model.context(n_ctx=512, n_seq_max=2, **EXACT) as context:
+    with tiny_model.context(n_ctx=512, n_seq_max=2, **EXACT) as context:
         with pytest.raises(RuntimeError, match="no more room"):
             list(lt.generate(context, prompts, max_tokens=3, states="full", on_states=fail))
         assert is_empty(context)
@@ -296,11 +289,11 @@ def test_what_a_callback_raises_comes_out(model: lt.Model, prompts: list[list[in
         ({"on_states": 1, "states": "full"}, "on_states must be a function of a Generation, not 1"),
     ],
 )
-def test_on_states_is_checked(options: dict[str, Any], message: str, model: lt.Model) -> None:
+def test_on_states_is_checked(options: dict[str, Any], message: str, tiny_model: lt.Model) -> None:
     with pytest.raises(lt.InvalidInputError, match=message):
-        lt.generate(model, [1, 2], **options)
+        lt.generate(tiny_model, [1, 2], **options)
     with (
-        model.context(n_ctx=64, **EXACT) as context,
+        tiny_model.context(n_ctx=64, **EXACT) as context,
         lt.Session(context) as session,
         pytest.raises(lt.InvalidInputError, match=message),
     ):
@@ -313,35 +306,35 @@ def document(number: int) -> str:
     return text.split("```python\n")[number].split("```")[0]
 
 
-def test_the_document_runs(model: lt.Model, prompts: list[list[int]]) -> None:
+def test_the_document_runs(tiny_model: lt.Model, prompts: list[list[int]]) -> None:
     """The first lines of docs/training.md, with a model for four blocks of which there are layers to take."""
     code = document(1).replace('[2, model.n_layer // 2, model.n_layer - 3, "norm"]', '[1, 2, 3, "norm"]')
-    names: dict[str, Any] = {"path": model.path, "steps": [prompts[:2], prompts[2:]]}
+    names: dict[str, Any] = {"path": tiny_model.path, "steps": [prompts[:2], prompts[2:]]}
     exec(compile(code, "training.md", "exec"), names)
     assert len(names["texts"]) == 3
     assert names["buffer"].get_data_count() == 5
-    assert names["batch"]["hidden_states"].shape[2] == 3 * model.n_embd
+    assert names["batch"]["hidden_states"].shape[2] == 3 * tiny_model.n_embd
 
 
 def test_a_written_data_set_is_trained_on(
-    model: lt.Model, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: lt.Model, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the document's lines, of the layout npy; and what it says of the layout speculators."""
+    """Runs the document's code for the npy layout, and its statement about the speculators layout."""
     monkeypatch.chdir(tmp_path)
     rows = [{"input_ids": one, "loss_mask": [0, 0, *[1] * (len(one) - 2)]} for one in prompts if len(one) > 2]
-    dataset.write(model, rows, "states", dataset.Options(layers=[1, 2], layout="npy"))
+    dataset.write(tiny_model, rows, "states", dataset.Options(layers=[1, 2], layout="npy"))
     names: dict[str, Any] = {"options": TrainOptions(batch_size=2)}
     exec(compile(document(2), "training.md", "exec"), names)
     found = names["buffer"].get_all_data()
     assert [one.input_ids.tolist() for one in found] == [row["input_ids"] for row in rows]
     assert [one.loss_mask.tolist() for one in found] == [row["loss_mask"] for row in rows]
     assert {one.layers for one in found} == {(1, 2, 4)}
-    with lt.Extractor(model, **EXACT) as extractor:
+    with lt.Extractor(tiny_model, **EXACT) as extractor:
         for one in found:
             expected = extractor(one.input_ids, [1, 2, -1]).array
             assert relative(np.asarray(one.hidden_states).astype(np.float32), expected) < 8e-3
-    assert names["batch"]["hidden_states"].shape[2] == 2 * model.n_embd
-    dataset.write(model, rows, "others", dataset.Options(layers=[1, 2]))
+    assert names["batch"]["hidden_states"].shape[2] == 2 * tiny_model.n_embd
+    dataset.write(tiny_model, rows, "others", dataset.Options(layers=[1, 2]))
     connector = connect("files", folder=tmp_path / "others" / "hidden_states")
     for i, one in enumerate(found):
         stored = connector.get_cached(i)
@@ -352,16 +345,16 @@ def test_a_written_data_set_is_trained_on(
 
 
 def test_what_the_document_puts_is_read(
-    model: lt.Model, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: lt.Model, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its lines with connectors, one after the other."""
     monkeypatch.chdir(tmp_path)
     layers: list[lt.LayerId] = [1, 2, -1]
     found: list[lt.Generation] = []
     options: dict[str, Any] = {"states": "full", "prompt_states": True, "layers": layers, "max_tokens": 4}
-    list(lt.generate(model, prompts[:1], on_states=found.append, **options))
+    list(lt.generate(tiny_model, prompts[:1], on_states=found.append, **options))
     name = f"test-{uuid.uuid4().hex}"
-    names: dict[str, Any] = {"lt": lt, "model": model, "layers": layers, "prompts": prompts[:3]}
+    names: dict[str, Any] = {"lt": lt, "model": tiny_model, "layers": layers, "prompts": prompts[:3]}
     names |= {"text": prompts[0], "generation": found[0]}
     try:
         for number in (3, 4):

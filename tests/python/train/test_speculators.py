@@ -81,7 +81,7 @@ def run(*command: str | Path) -> str:
 
 @pytest.fixture(params=["llamatap", "file"])
 def connector(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Connector, list[str]]]:
-    """One, and what tells the trainer of it."""
+    """A connector, and the options that tell the trainer about it."""
     options = ["--hidden-states-backend", "llamatap"]
     if request.param == "llamatap":
         name = f"test-{uuid.uuid4().hex}"
@@ -95,7 +95,7 @@ def connector(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[
 def test_its_command_trains_on_what_is_generated(
     connector: tuple[Connector, list[str]], tiny: TinyLlama, tiny_model: lt.Model, tmp_path: Path
 ) -> None:
-    """With workers of its own, which it spawns; the states are those of the formulas."""
+    """The command spawns its own workers; the states equal the formulas."""
     rng = np.random.default_rng(5)
     prompts = [rng.integers(3, tiny.n_vocab, n).tolist() for n in (5, 9, 2, 7)]
     where, options = connector

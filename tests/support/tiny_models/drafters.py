@@ -26,14 +26,14 @@ N_HEAD_KV = 2
 HEAD_WIDTH = 16
 N_FF = 96
 N_CTX = 4096
-#: Of blocks that see a window, and of all others.
+#: RoPE bases of blocks that see a window, and of all others.
 LOCAL_BASE, ROPE_BASE = 1e4, 1e5
 HEAD_GAIN = np.float32(4)
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Of SentencePiece's kind, without merges. Tokens 0, 1, 2 are <unk>, <s>, </s>; <0xNN> are bytes."""
+    """A SentencePiece vocabulary without merges. Tokens 0, 1, 2 are <unk>, <s>, </s>; <0xNN> are bytes."""
 
     tokens: tuple[str, ...]
 
@@ -146,7 +146,7 @@ def write_eagle3(
     n_vocab: int = N_VOCAB,
     seed: int = 0,
 ) -> Path:
-    """An EAGLE-3 drafter. All else being equal, what an option leaves out changes no other weight.
+    """Write an EAGLE-3 drafter. Options that leave a tensor out change no other weight.
 
     :param n_embd: its width; without an embedding or a head of its own, it must be n_embd_target.
     :param n_embd_target: the width of the model that it drafts for.
@@ -176,7 +176,7 @@ def write_eagle3(
         "output.weight": (rows, n_embd),
     }
     tensors = _draw(seed, shapes)
-    # What is carried on from step to step would give the same token again and again.
+    # Otherwise the state carried from step to step would give the same token again and again.
     for part in "qkv":
         tensors[f"{block}attn_{part}.weight"][:, :n_embd] *= 3
     tensors[f"{block}attn_output.weight"] *= 2
@@ -203,7 +203,7 @@ HeadNorm: TypeAlias = Literal["shared", "layer", "trunk"]
 
 
 def _mimo2_shapes(index: int) -> Shapes:
-    """Those of a block of the trunk, which an appended block has as well."""
+    """Shapes of a block of the trunk, which an appended block has as well."""
     block = f"blk.{index}."
     q, kv = N_HEAD * HEAD_WIDTH, N_HEAD_KV * HEAD_WIDTH
     return {
@@ -224,7 +224,7 @@ def _mimo2(
     own_embedding: bool,
     seed: int,
 ) -> Tensors:
-    """All of a model. What an option leaves out or splits changes no other weight."""
+    """Tensors of a whole model. Options that leave out or split a tensor change no other weight."""
     shapes: Shapes = {
         "token_embd.weight": (N_VOCAB, N_EMBD),
         **norm("output_norm", N_EMBD),

@@ -26,10 +26,10 @@ INNER = 2 * N_EMBD
 STATE = 16
 CONV = 4
 RANK = 2
-# Of Mamba 2.
+# Mamba 2.
 N_HEAD = 8
 N_GROUP = 2
-# Of attention and of what follows it, in hybrids.
+# Attention and the feed-forward after it, in hybrids.
 N_QUERY, N_KV, HEAD = 2, 1, 16
 N_FF = 48
 

@@ -1,4 +1,4 @@
-"""All files of this folder by name. They need not be those of whole models: some must only raise an error."""
+"""All files of this folder by name. Not all are whole models: some must only raise an error."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def wrong_at(table: Table, tokens: Iterable[int], by: int = 7) -> list[int]:
 
 
 def restricted(table: Table, vocabulary: Sequence[int]) -> list[int]:
-    """What a drafter follows whose head has these tokens alone: the least where the table's is none."""
+    """The table of a drafter whose head has only these tokens: the lowest one replaces all others."""
     return [entry if entry in vocabulary else min(vocabulary) for entry in table]
 
 
@@ -86,7 +86,7 @@ def probability(margin: float = MARGIN, n_vocab: int = N_VOCAB) -> float:
 
 
 def by_token(*tables: Table) -> Draft:
-    """What a drafter drafts that reads tokens.
+    """Drafts of a drafter that reads tokens.
 
     :param tables: one for all steps, or of several one for each step, and no more steps than these.
     """
@@ -101,7 +101,7 @@ def by_token(*tables: Table) -> Draft:
 
 
 def by_state(f: Table, *tables: Table) -> Draft:
-    """What a drafter drafts that reads states.
+    """Drafts of a drafter that reads states.
 
     :param f: the table of its feed-forward part.
     :param tables: those of its heads, as for :func:`by_token`.
@@ -135,7 +135,7 @@ class Simulation:
 
     @property
     def tokens(self) -> list[int]:
-        """All that is emitted."""
+        """All emitted tokens."""
         return [self.first, *(token for round in self.rounds for token in round.emitted)]
 
     @property
@@ -184,7 +184,7 @@ def _zeros(columns: int = N_VOCAB) -> NDArray[np.float32]:
 
 
 def _matrix(table: Table) -> NDArray[np.float32]:
-    """e_t to e_table(t)."""
+    """The matrix that maps e_t to e_table(t)."""
     matrix = _zeros()
     matrix[table, np.arange(N_VOCAB)] = 1
     return matrix

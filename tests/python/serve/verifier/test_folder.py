@@ -1,4 +1,4 @@
-"""The folder of a verifier's files: what may be in it, what goes, and what is said when it cannot be used."""
+"""The folder of a verifier's files: its contents, their removal, and errors when it cannot be used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,17 +33,6 @@ from llamatap.states import write_tensors
 
 BODY = {"model": "tiny", "prompt": TOKENS, "return_token_ids": True, "max_tokens": 1}
 NAME = f"hs-{'0123456789abcdef' * 2}.safetensors"
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "states"
-
-
-@pytest.fixture
-def server(tiny_path: Path, folder: Path) -> Iterator[Running]:
-    with running([tiny_options(tiny_path)], serving(folder)) as found:
-        yield found
 
 
 def files(folder: Path, **more: Any) -> VerifierFiles:
@@ -184,7 +173,7 @@ def test_what_is_too_old_goes_by_itself(tiny_path: Path, folder: Path) -> None:
     with running([tiny_options(tiny_path)], serving(folder, max_age=0.5)) as server:
         ask(server)
         eventually(lambda: list(folder.iterdir()) == [])
-        # The account knows it, too.
+        # The accounting of bytes includes it.
         verifier = server.state.verifier
         assert verifier is not None
         eventually(lambda: verifier._present == 0)
@@ -246,7 +235,7 @@ def test_a_file_that_is_being_written_counts_once(folder: Path, monkeypatch: pyt
     with ThreadPoolExecutor(1) as pool:
         path = pool.submit(found.leave, some_states(100, 64))
         assert written.wait(20)
-        # It is there and promised.
+        # The file exists and has been announced.
         found.check_room(100, 64)
         with pytest.raises(ApiError):
             found.check_room(200, 64)
@@ -267,7 +256,7 @@ def test_few_files_are_written_at_one_time(
         with monkeypatch.context() as patched:
             nothing_is_generated(patched)
             assert refused(server)[0] == "verifier_busy"
-        # No lock is held for what waits.
+        # Waiting requests hold no lock.
         assert len([path for path in folder.iterdir() if is_held(path)]) == 2
         proceed.set()
         for answer in answers:

@@ -1,10 +1,9 @@
-"""Files of states that completions leave for a trainer: whole, locked until then, no more than allowed."""
+"""Files of states that completions leave for a trainer: content, lock, and requests that leave none."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,17 +21,6 @@ from support.verifier_files import LAYERS, TOKENS, ask, is_held, named, paused_w
 import llamatap as lt
 from llamatap.serve import ServerOptions, VerifierOptions, create_app
 from reference import decoder
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "states"
-
-
-@pytest.fixture
-def server(tiny_path: Path, folder: Path) -> Iterator[Running]:
-    with running([tiny_options(tiny_path)], serving(folder)) as found:
-        yield found
 
 
 def oracle(tiny: TinyLlama, tokens: list[int]) -> NDArray[np.float64]:
