@@ -1,7 +1,7 @@
 # make demo        sets up everything and shows what the project does
 # make test        sets up everything and runs the tests
 # make test-page   runs the tests of the server's page in a browser
-# make lint        ruff, mypy, clang-format, stubs
+# make lint        ruff, mypy, import-linter, clang-format, stubs
 # make format      ruff's and clang-format's automatic fixes
 # make stubs       writes python/llamatap/_core.pyi, after a change to csrc/bind
 # make bench       prints ratios to a plain decode, writes bench/results/
@@ -109,6 +109,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $$(find csrc -name '*.cpp' -o -name '*.hpp')
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	$(BIN)/python tools/stubs.py --check
 
 format: $(VENV)/.tools

@@ -15,9 +15,10 @@ def generate(
 ) -> list[int]:
     """Continue the prompt with the n_tokens most likely tokens (greedy decoding)."""
     tokens = list(prompt)
-    with context.tap(spec.target_layers):
+    with context.tap(spec.target_layers) as tap:
         context.decode(lt.Batch.of(tokens))
-        states = spec.encode(spec.features())
+        # The features of a token are its states of all target layers, side by side.
+        states = spec.encode(tap.states.array.reshape(len(tokens), -1))
         # The pair at position p is (token[p+1], state[p]); the last state waits for its token.
         spec.decode(tokens[1:], states[:-1], range(len(tokens) - 1), outputs=False)
         tokens.append(int(context.logits().argmax()))
@@ -39,8 +40,8 @@ def generate(
             best = [int(context.logits(row).argmax()) for row in range(len(batch))]
             n_accepted = next((i for i, token in enumerate(draft) if token != best[i]), n_draft)
 
-            # Roll back all drafted entries, then decode the accepted ones again with the target's states.
-            states = spec.encode(spec.features())
+            # Rejected tokens are rolled back; accepted ones are decoded again with the target's own states.
+            states = spec.encode(tap.states.array.reshape(len(batch), -1))
             context.memory.remove(0, newest + 1 + n_accepted)
             spec.memory.remove(0, newest)
             positions = range(newest, newest + n_accepted)

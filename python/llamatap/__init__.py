@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from llamatap._native import _core, build_config
-from llamatap.context import Batch, Context, Memory, Tap
-from llamatap.drafting.drafter import (
-    AnyDrafter,
-    CallableDrafter,
-    Draft,
-    Drafter,
-    DrafterChain,
-    DraftRequest,
-    NGramDrafter,
-    TextDrafter,
-)
+from llamatap.context import Batch, Context
+from llamatap.drafting.any_drafter import AnyDrafter
+from llamatap.drafting.chain import DrafterChain
+from llamatap.drafting.drafter import Draft, Drafter, DraftRequest
 from llamatap.drafting.model_drafters import (
     DFlashDrafter,
     Eagle3Drafter,
@@ -22,7 +15,9 @@ from llamatap.drafting.model_drafters import (
     SpeculativeDrafter,
     load_drafter,
 )
+from llamatap.drafting.ngram import NGramDrafter
 from llamatap.drafting.speculative_context import DraftOutput, SpeculativeContext
+from llamatap.drafting.text_drafters import CallableDrafter, TextDrafter
 from llamatap.errors import (
     BusyError,
     CancelledError,
@@ -38,15 +33,18 @@ from llamatap.errors import (
     OutOfMemoryError,
     UnsupportedError,
 )
-from llamatap.extraction.extractor import Extractor, extract
+from llamatap.extraction.api import extract
+from llamatap.extraction.extractor import Extractor
 from llamatap.generation.api import generate
 from llamatap.generation.results import Event, Generation, Stats, TokenLogprobs
 from llamatap.generation.session import Session
+from llamatap.kv_memory import Memory
 from llamatap.layers import LayerId
 from llamatap.model import Model
 from llamatap.probing import LayerProbe, Probe, probe
 from llamatap.sampler import Sampler
 from llamatap.states import States
+from llamatap.tap import Tap
 
 __version__: str = _core.build_info()["version"]
 

@@ -199,9 +199,9 @@ class Loop:
             self.context.decode(batch)
             self.drafter.process(batch)
             return
-        with self.context.tap(layers=self.drafter.target_layers):
+        with self.context.tap(layers=self.drafter.target_layers) as tap:
             self.context.decode(batch)
-            self.drafter.process(batch)
+        self.drafter.process(batch, tap.states)
 
     def start(self, texts: Mapping[int, Sequence[int]]) -> None:
         """Begin sequences with these texts, in one batch in which they take turns."""

@@ -14,6 +14,7 @@ from support.numerics import EXACT as EXACT_ANYWHERE
 from support.tiny import TinyLlama
 
 import llamatap as lt
+from llamatap._engine_context import engine_of
 
 #: These models are too small for threads.
 EXACT: dict[str, Any] = {**EXACT_ANYWHERE, "n_threads": 1}
@@ -77,7 +78,7 @@ class Noting(lt.Drafter):
         #: For each batch, the number of entries of each sequence.
         self.batches: list[dict[int, int]] = []
 
-    def process(self, batch: lt.Batch) -> None:
+    def process(self, batch: lt.Batch, states: lt.States | None = None) -> None:
         counts: dict[int, int] = {}
         for token, position, (seq,) in zip(
             batch.tokens.tolist(), batch.positions.tolist(), batch.sequences, strict=True
@@ -155,7 +156,7 @@ class CheckedContext:
     def check(self) -> None:
         """Check that nothing is left in it, and that it still generates the same, with drafts and states."""
         assert is_empty(self.context)
-        assert self.context.tapped is None
+        assert engine_of(self.context).capture is None
         drafter = Guessing(self.model.n_vocab, [[*PROMPT, *self.expected]])
         found = list(
             lt.generate(self.context, [PROMPT] * 3, drafter, max_tokens=12, ignore_eos=True, states="last")

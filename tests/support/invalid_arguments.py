@@ -10,6 +10,7 @@ import numpy as np
 from support.generation import PROMPT, CheckedContext
 
 import llamatap
+from llamatap._native import native_of
 
 #: Untyped, for what a type checker would refuse.
 lt: Any = llamatap
@@ -32,8 +33,8 @@ def with_drafter(wrong: Any) -> Callable[[CheckedContext], Any]:
 INVALID: dict[str, Callable[[CheckedContext], Any]] = {
     "a path for a model": lambda c: lt.generate(c.model.path, PROMPT),
     "None for a model": lambda c: lt.generate(None, PROMPT),
-    "the core's context": lambda c: lt.generate(c.context.native, PROMPT),
-    "an extractor": lambda c: lt.generate(c.model.extractor, PROMPT),
+    "the core's context": lambda c: lt.generate(native_of(c.context), PROMPT),
+    "an extractor": lambda c: lt.generate(lt.Extractor(c.model), PROMPT),
     "prompts: None": with_prompts(None),
     "prompts: a number": with_prompts(5),
     "prompts: none": with_prompts([]),

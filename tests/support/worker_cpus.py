@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from llamatap._native import usable_cpus
+from llamatap._threads import usable_cpus
 
 
 def _own_cpus() -> list[int]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from llamatap.chat.history import THOUGHTS
+from llamatap.chat.messages import THOUGHT_FIELDS
 from llamatap.dataset._marks import Message
 from llamatap.dataset._turns import Render, Turn, assistant_turns
 from llamatap.errors import InvalidInputError
@@ -62,7 +62,7 @@ class Frame:
 
 def frames(render: Render) -> list[Frame]:
     """The frames that a template knows, by each of the fields that a message may have a thought in."""
-    return list(dict.fromkeys(frame for name in (*THOUGHTS, None) for frame in _frame(render, name)))
+    return list(dict.fromkeys(frame for name in (*THOUGHT_FIELDS, None) for frame in _frame(render, name)))
 
 
 def _frame(render: Render, name: str | None) -> Iterator[Frame]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llamatap._native import native_of
 from llamatap._system_limits import require_memory
 from llamatap.dataset._computed import Computed
 from llamatap.dataset._folder import Folder
@@ -18,7 +19,7 @@ from llamatap.dataset.options import Options
 from llamatap.dataset.samples import Preparation
 from llamatap.errors import InvalidInputError
 from llamatap.extraction.extractor import Extractor
-from llamatap.extraction.packing import most_sequences, packs
+from llamatap.extraction.packing import batch_sequence_limit, pack_prompts
 from llamatap.layers import LayerId, default_eagle3_layers, translate_for
 from llamatap.model import Model
 from llamatap.states import States
@@ -38,7 +39,7 @@ def batches(lengths: Sequence[int], room: int, most: int) -> list[list[int]]:
     """
     found: list[list[int]] = []
     for start in range(0, len(lengths), _WINDOW):
-        part = packs(lengths[start : start + _WINDOW], room, most)
+        part = pack_prompts(lengths[start : start + _WINDOW], room, most)
         found += sorted(sorted(start + index for index in pack) for pack in part)
     return found
 
@@ -84,7 +85,7 @@ def extraction(model: Model, options: Options, longest: int) -> dict[str, Any]:
     found: dict[str, Any] = {"n_ubatch": options.batch_tokens, **options.context}
     if model.layer_map.at_once:
         found["n_ubatch"] = found["n_batch"] = max(found["n_ubatch"], longest)
-    most = most_sequences(model.native) if found.get("kv_unified", True) else 1
+    most = batch_sequence_limit(native_of(model)) if found.get("kv_unified", True) else 1
     found.setdefault("n_seq_max", most)
     return found
 

@@ -15,17 +15,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap._native import default_threads
+from llamatap._threads import default_threads
 from llamatap._validate import shown
 from llamatap.chat import template as chat_templates
-from llamatap.chat.history import SAID
-from llamatap.chat.unparsed_tokens import say
+from llamatap.chat.messages import NON_CONTENT_FIELDS
+from llamatap.chat.unparsed_tokens import warning_text
 from llamatap.dataset._masking import Masker
 from llamatap.dataset._thoughts import Frame, frames, without_empty_thought
 from llamatap.dataset._turns import Render, assistant_turns
 from llamatap.dataset.rows import Row
 from llamatap.errors import Error, InvalidInputError, UnsupportedError
-from llamatap.model import Model, token_array
+from llamatap.model import Model
+from llamatap.tokenizer import token_array
 
 __all__ = ["Preparation", "Preparer", "Sample", "Samples", "prepare"]
 
@@ -262,7 +263,7 @@ class Preparer:
         template = self._how.template or self._model.chat_template
         if template is not None:
             # Before there are marks in them.
-            messages = chat_templates.read(template, messages)
+            messages = chat_templates.messages_for(template, messages)
         render = self._render(_tools(tools) if tools else None)
         text = render(messages)
         if not text:
@@ -293,7 +294,7 @@ class Preparer:
             said = json.dumps(messages, ensure_ascii=False, skipkeys=True, default=str)
             written = {name: token for name, token in tokens.items() if text.count(name) > said.count(name)}
             if written:
-                raise UnsupportedError(f"{say(written)}, or give input_ids with a loss_mask")
+                raise UnsupportedError(f"{warning_text(written)}, or give input_ids with a loss_mask")
 
     @functools.cached_property
     def _frames(self) -> list[Frame]:
@@ -340,7 +341,11 @@ def _messages(value: Any) -> list[Mapping[str, Any]]:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise InvalidInputError(f"message {index} must have a role, and is {shown(message):.80}")
         # Others may have their say in fields of their own.
-        names = SAID if message["role"] == "assistant" else [name for name in message if name != "role"]
+        names = (
+            NON_CONTENT_FIELDS
+            if message["role"] == "assistant"
+            else [name for name in message if name != "role"]
+        )
         if message.get("content") is None and not any(message.get(name) for name in names):
             raise InvalidInputError(
                 f"message {index} says nothing: expected a content, found {shown(message):.80}"

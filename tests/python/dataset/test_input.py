@@ -206,7 +206,7 @@ def test_threads_are_within_the_quota(
             made.append(max_workers)
             super().__init__(max_workers, name)
 
-    monkeypatch.setattr("llamatap._native._physical_cores", lambda: cores)
+    monkeypatch.setattr("llamatap._threads._physical_cores", lambda: cores)
     monkeypatch.setattr("llamatap._system_limits.cpu_quota", lambda: quota)
     monkeypatch.setattr("llamatap.dataset.samples.ThreadPoolExecutor", Threads)
     samples.prepare(tiny_model, [GOOD], samples.Preparation(64), lambda *_: None)

@@ -57,7 +57,7 @@ def test_drafts_of_several_sequences_are_the_formulas(
                     for i, token in enumerate(tokens):
                         batch.add(token, len(texts[seq]) + i, seq)
                 context.decode(batch)
-                drafter.process(batch)
+                drafter.process(batch, tap.states)
                 states = tap.states.array.reshape(len(batch), -1)
                 last = {}
                 for seq, tokens in pending.items():
@@ -94,7 +94,7 @@ def test_the_confidence_head_ends_a_draft(tiny_path: Path, tmp_path: Path, rng: 
             batch = lt.Batch.of(tokens[:-1])
             with context.tap(spec.target_layers) as tap:
                 context.decode(batch)
-                drafter.process(batch)
+                drafter.process(batch, tap.states)
             found = drafter.draft({0: lt.DraftRequest(tokens[-1], 9, 6)}).get(0)
             features = tap.states.array.reshape(9, -1)
             sure = dflash.block_logits([tokens[-1], *[weights.mask] * 5], features, weights)[2]

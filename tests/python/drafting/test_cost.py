@@ -64,10 +64,10 @@ def test_python_is_entered_once_for_a_draft_however_long(
                 tokens = [request.last_token, *drafts[seq].tokens.tolist()]
                 for at, token in enumerate(tokens, request.position):
                     batch.add(token, at, seq)
-            with loop.context.tap(layers=loop.drafter.target_layers or [0]):
+            with loop.context.tap(layers=loop.drafter.target_layers or [0]) as tap:
                 loop.context.decode(batch)
                 with counted() as processing:
-                    loop.drafter.process(batch)
+                    loop.drafter.process(batch, tap.states)
                     for seq in requests:
                         loop.drafter.accept(seq, 1)
             rounds[n] = (dict(drafting), dict(processing))
@@ -106,14 +106,14 @@ with lt.Model({str(target)!r}) as model, model.context(n_ctx=8192, n_seq_max=64,
     for seq in range(n_seq):
         for at in range(64 // n_seq):
             batch.add(5 + at, at, seq)
-    with context.tap(range(5)):
+    with context.tap(range(5)) as tap:
         context.decode(batch)
         before = peak_memory("VmRSS")
         spec = lt.SpeculativeContext(
             context, draft, n_seq_max=n_seq, n_ctx=8192, n_threads=1, as_model={kind == "model"}
         )
         drafter = makers[{kind!r}](spec)
-        drafter.process(batch)
+        drafter.process(batch, tap.states)
     drafts = drafter.draft({{seq: lt.DraftRequest(9, 64 // n_seq, 4) for seq in range(n_seq)}})
     assert len(drafts) == n_seq
     print(peak_memory("VmRSS") - before)

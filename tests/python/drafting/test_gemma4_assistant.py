@@ -46,14 +46,14 @@ def test_drafts_of_several_sequences_are_the_formulas(
         spec = lt.SpeculativeContext(context, path)
         assert spec.target_layers == ("norm",)
         drafter = lt.MtpDrafter(spec, n_max=3)
-        with context.tap(spec.target_layers):
+        with context.tap(spec.target_layers) as tap:
             for round_ in range(6):
                 batch = lt.Batch()
                 for seq, tokens in pending.items():
                     for i, token in enumerate(tokens):
                         batch.add(token, len(texts[seq]) + i, seq)
                 context.decode(batch)
-                drafter.process(batch)
+                drafter.process(batch, tap.states)
                 last = {}
                 for seq, tokens in pending.items():
                     kept = len(tokens) if round_ == 0 else int(rng.integers(1, len(tokens) + 1))

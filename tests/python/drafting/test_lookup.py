@@ -238,7 +238,7 @@ class Fixed(lt.Drafter):
         self.n_max = n_max
         self.told: list[Any] = []
 
-    def process(self, batch: lt.Batch) -> None:
+    def process(self, batch: lt.Batch, states: lt.States | None = None) -> None:
         self.told.append(("process", len(batch)))
 
     def draft(self, requests: Mapping[int, lt.DraftRequest]) -> dict[int, lt.Draft]:
@@ -273,6 +273,27 @@ def test_a_chain_asks_the_next_for_what_the_first_has_not() -> None:
     assert first.told == [("process", 2), ("draft", [0, 1, 2]), *rest]
     assert second.told == [("process", 2), ("draft", [1, 2]), *rest]
     assert third.told == [("process", 2), ("draft", [2]), *rest]
+
+
+def test_each_of_a_chain_gets_the_states_that_it_asks_for(tiny_model: lt.Model) -> None:
+    found: list[lt.States | None] = []
+
+    class Keeping(Fixed):
+        def process(self, batch: lt.Batch, states: lt.States | None = None) -> None:
+            found.append(states)
+
+    layers: list[tuple[lt.LayerId, ...]] = [(2, "norm"), (), (-2, 1)]
+    chain = lt.DrafterChain(*[Keeping({}, one) for one in layers])
+    with tiny_model.context(n_ctx=256) as context:
+        list(lt.generate(context, [5, 6, 7], chain, max_tokens=1))
+        with context.tap([1, 2, "norm", -2]) as tap:
+            context.decode(lt.Batch.of([5, 6, 7]))
+    assert found[1] is None
+    for states, wanted in ((found[0], layers[0]), (found[2], layers[2])):
+        assert states is not None
+        expected = tap.states.select(wanted)
+        assert states.layers == expected.layers
+        assert np.array_equal(states.array, expected.array)
 
 
 def test_a_chain_whose_first_has_all_asks_no_other() -> None:

@@ -128,33 +128,37 @@ def test_a_mistake_raises_and_changes_nothing(
 
 def with_tap(*args: Any, **options: Any) -> Callable[[Loop, lt.Batch], None]:
     def call(loop: Loop, batch: lt.Batch) -> None:
-        with loop.context.tap(*args, **options):
+        with loop.context.tap(*args, **options) as tap:
             loop.context.decode(batch)
-            loop.drafter.process(batch)
+        loop.drafter.process(batch, tap.states)
 
     return call
 
 
-def without_tap(loop: Loop, batch: lt.Batch) -> None:
-    loop.context.decode(batch)
-    loop.drafter.process(batch)
-
-
-def after_the_tap(loop: Loop, batch: lt.Batch) -> None:
+def without_states(loop: Loop, batch: lt.Batch) -> None:
     with loop.context.tap(layers=loop.drafter.target_layers):
         loop.context.decode(batch)
     loop.drafter.process(batch)
+
+
+def with_an_array(loop: Loop, batch: lt.Batch) -> None:
+    with loop.context.tap(layers=loop.drafter.target_layers) as tap:
+        loop.context.decode(batch)
+    loop.drafter.process(batch, tap.states.array)  # type: ignore[arg-type]
 
 
 def before_the_decode(loop: Loop, batch: lt.Batch) -> None:
-    with loop.context.tap(layers=loop.drafter.target_layers):
-        loop.drafter.process(batch)
+    with loop.context.tap(layers=loop.drafter.target_layers) as tap:
+        loop.drafter.process(batch, tap.states)
 
 
-def of_another_batch(loop: Loop, batch: lt.Batch) -> None:
-    with loop.context.tap(layers=loop.drafter.target_layers):
-        loop.context.decode(batch)
-        loop.drafter.process(add(lt.Batch(), [(50, 8, 0)]))
+def of_another_batch(*entries: tuple[int, int, int]) -> Callable[[Loop, lt.Batch], None]:
+    def call(loop: Loop, batch: lt.Batch) -> None:
+        with loop.context.tap(layers=loop.drafter.target_layers) as tap:
+            loop.context.decode(batch)
+        loop.drafter.process(add(lt.Batch(), entries), tap.states)
+
+    return call
 
 
 def of_embeddings(loop: Loop, batch: lt.Batch) -> None:
@@ -165,13 +169,14 @@ def of_embeddings(loop: Loop, batch: lt.Batch) -> None:
 
 
 TAPS: dict[str, tuple[Callable[[Loop, lt.Batch], None], str]] = {
-    "no tap": (without_tap, r"with context.tap\(layers="),
-    "a tap that is closed": (after_the_tap, r"with context.tap\(layers="),
-    "nothing decoded": (before_the_decode, r"with context.tap\(layers="),
-    "outputs alone": (with_tap(range(4), rows="outputs"), "rows='outputs'"),
+    "no states": (without_states, r"with context.tap\(layers="),
+    "an array": (with_an_array, "states must be a States"),
+    "nothing decoded": (before_the_decode, "nothing was decoded"),
+    "outputs alone": (with_tap(range(4), rows="outputs"), "rows='all'"),
     "a layer is missing": (with_tap([0]), r"layers \[0\]"),
     "another dtype": (with_tap(range(4), dtype="float16"), "float16"),
-    "another batch": (of_another_batch, "2 tokens, the batch has 1"),
+    "another batch": (of_another_batch((50, 8, 0)), "2 tokens, the batch has 1"),
+    "another batch as long": (of_another_batch((40, 8, 0), (42, 9, 0)), "states of its own decode"),
     "embeddings": (of_embeddings, "token ids"),
 }
 
@@ -192,9 +197,9 @@ def test_states_that_are_not_there_are_asked_for(
         # A tap of more layers, in another order, serves as well.
         loop.context.memory.remove(0, 8)
         n = loop.context.model.n_layer
-        with loop.context.tap(layers=[n, 0, *range(n, -1, -1), "norm"]):
+        with loop.context.tap(layers=[n, 0, *range(n, -1, -1), "norm"]) as tap:
             loop.context.decode(batch)
-            loop.drafter.process(batch)
+        loop.drafter.process(batch, tap.states)
         loop.texts[0][8:] = [40, 41, 42]
         assert_drafted(loop.draft(n=3).get(0), pair.oracle, loop.texts[0], 3)
 

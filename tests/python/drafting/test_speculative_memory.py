@@ -242,8 +242,6 @@ def test_it_lives_on_when_its_target_or_a_model_is_closed(
         gc.collect()
         pairs.decode(0, 8)
         spec.restore(1, spec.save(0))
-        with pytest.raises(lt.InvalidInputError, match=r"context\.tap|needs no states"):
-            spec.features()
 
 
 def test_an_embedding_and_a_head_that_are_inherited_outlive_the_target(
@@ -257,10 +255,12 @@ def test_an_embedding_and_a_head_that_are_inherited_outlive_the_target(
         pairs.decode(0)
 
 
-def tapped(spec: lt.SpeculativeContext, tokens: list[int], *args: Any, **options: Any) -> NDArray[np.float32]:
-    with spec.target.tap(*args, **options):
+def features(
+    spec: lt.SpeculativeContext, tokens: list[int], *args: Any, **options: Any
+) -> NDArray[np.float32]:
+    with spec.target.tap(*args, **options) as tap:
         spec.target.decode(lt.Batch.of(tokens))
-        return spec.features()
+    return tap.states.select(spec.target_layers).array.reshape(len(tokens), -1)
 
 
 def test_features_are_the_targets_states_side_by_side(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -272,10 +272,9 @@ def test_features_are_the_targets_states_side_by_side(tmp_path: Path, rng: np.ra
             expected = extractor(tokens, [4, 3, 1]).array.reshape(12, -1)
         for layers in (spec.target_layers, [-1, -2, 1], range(5), [1, "norm", 3, 3, 0, 4]):
             spec.target.memory.clear()
-            found = tapped(spec, tokens, layers)
+            found = features(spec, tokens, layers)
             assert found.dtype == np.float32
             assert found.shape == (12, 3 * 64)
-            assert found.flags.c_contiguous
             assert np.abs(found - expected).max() < 1e-5
             spec.encode(found)
     with mtp_spec(tmp_path) as tested:
@@ -283,43 +282,46 @@ def test_features_are_the_targets_states_side_by_side(tmp_path: Path, rng: np.ra
         (layer,) = spec.target_layers
         with lt.Extractor(spec.target.model, **EXACT) as extractor:
             expected = extractor(tokens, [layer]).array[:, 0]
-        assert np.abs(tapped(spec, tokens, [-1]) - expected).max() < 1e-5
+        assert np.abs(features(spec, tokens, [-1]) - expected).max() < 1e-5
 
 
-def test_features_that_are_not_there_are_asked_for(tmp_path: Path) -> None:
+def test_states_that_a_drafter_needs_are_asked_for(tmp_path: Path) -> None:
     with eagle3_spec(tmp_path) as tested:
         spec = tested.spec
-        spec.target.decode(lt.Batch.of([5, 6]))
-        calls: list[tuple[Callable[[], Any], str]] = [
-            (lambda: spec.features(), r"with context.tap\(layers=\[1, 2, 3\]\)"),
-            (lambda: tapped(spec, [5], [1, 2]), r"\[1, 2, 3\].*\[1, 2\]"),
-            (lambda: tapped(spec, [5], [0, 4, "norm"]), r"'norm'"),
-            (lambda: tapped(spec, [5], range(5), rows="outputs"), "rows='outputs'"),
-            (lambda: tapped(spec, [5], range(5), dtype="float16"), "float16"),
-            (lambda: tapped(spec, [5], range(5), dtype="bfloat16"), "bfloat16"),
+        drafter, batch = lt.Eagle3Drafter(spec), lt.Batch.of([5])
+        with pytest.raises(lt.InvalidInputError, match=r"with context.tap\(layers=\[1, 2, 3\]\)"):
+            drafter.process(batch)
+        calls: list[tuple[Any, dict[str, Any], str]] = [
+            ([1, 2], {}, r"\[1, 2, 3\].*\[1, 2\]"),
+            ([0, 4, "norm"], {}, "'norm'"),
+            (range(5), {"rows": "outputs"}, "of 1 tokens, the batch has 2"),
+            (range(5), {"dtype": "float16"}, "float16"),
+            (range(5), {"dtype": "bfloat16"}, "bfloat16"),
         ]
-        for call, words in calls:
+        for layers, options, words in calls:
             spec.target.memory.clear()
+            batch = lt.Batch.of([5, 6])
+            with spec.target.tap(layers, **options) as tap:
+                spec.target.decode(batch)
             with pytest.raises(lt.InvalidInputError, match=words):
-                call()
-        with (
-            spec.target.tap(spec.target_layers),
-            pytest.raises(lt.InvalidInputError, match=r"context.tap"),
-        ):
-            spec.features()
+                drafter.process(batch, tap.states)
+        # The states of a batch whose entries all are outputs are of all rows.
         spec.target.memory.clear()
-        assert tapped(spec, [5, 6], range(5)).shape == (2, 192)
+        batch = lt.Batch.of([5])
+        with spec.target.tap(range(5), rows="outputs") as tap:
+            spec.target.decode(batch)
+        drafter.process(batch, tap.states)
 
 
-def test_a_decode_that_failed_leaves_no_features(tmp_path: Path) -> None:
+def test_a_decode_that_failed_leaves_no_states(tmp_path: Path) -> None:
     with eagle3_spec(tmp_path) as tested:
         spec = tested.spec
-        with spec.target.tap(spec.target_layers):
+        with spec.target.tap(spec.target_layers) as tap:
             spec.target.decode(lt.Batch.of([5, 6]))
             with pytest.raises(lt.InvalidInputError):
                 spec.target.decode(lt.Batch.of([5, 6]))
             with pytest.raises(lt.InvalidInputError, match="decode"):
-                spec.features()
+                tap.states  # noqa: B018
 
 
 def test_a_context_of_its_own_number_of_sequences(tmp_path: Path, rng: np.random.Generator) -> None:

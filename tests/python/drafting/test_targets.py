@@ -42,10 +42,10 @@ def test_eagle3_on_the_last_layer_sees_it_before_the_norm(
             text = rng.integers(3, tiny.n_vocab, length).tolist()
             context.memory.clear()
             drafter.reset(0)
-            with context.tap(spec.target_layers):
+            with context.tap(spec.target_layers) as tap:
                 batch = lt.Batch.of(text[:-1])
                 context.decode(batch)
-                drafter.process(batch)
+                drafter.process(batch, tap.states)
             found = drafter.draft({0: lt.DraftRequest(text[-1], length - 1, 3)})[0]
             states = states_of(tiny, text[:-1])
             features = np.concatenate([states[layer] for layer in spec.target_layers], axis=1)

@@ -87,11 +87,11 @@ def test_a_batch_costs_no_more_when_the_text_is_long() -> None:
     """Copying the text for each batch would cost as much as ten thousand entries."""
     drafter = Seeing([])
     drafter.process(lt.Batch.of(range(3, 10_003)))
-    array = drafter._texts[0]._room
+    array = drafter._buffers[0]._array
     for position in range(10_000, 10_100):
         drafter.process(lt.Batch.of([5], pos0=position))
         drafter.accept(0, 0)
-    assert drafter._texts[0]._room is array
+    assert drafter._buffers[0]._array is array
 
 
 def written_model(folder: Path) -> Path:

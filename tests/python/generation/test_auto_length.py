@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -18,7 +17,8 @@ from support.tiny_models import drafters, rigged
 from support.tiny_models.rigged import by_token, cycle, wrong_at
 
 import llamatap as lt
-from llamatap.drafting.drafter import AUTO_LONGEST
+from llamatap.drafting.draft_length import AUTO_LONGEST
+from llamatap.generation import time_accounting
 
 F = cycle()
 WRONG = wrong_at(F, range(64))
@@ -43,8 +43,8 @@ class Costly(Noting):
     def __post_init__(self) -> None:
         super().__init__()
 
-    def process(self, batch: lt.Batch) -> None:
-        super().process(batch)
+    def process(self, batch: lt.Batch, states: lt.States | None = None) -> None:
+        super().process(batch, states)
         self.clock.now += self.per_pass + 0.02 * len(batch)
         self.drafted.append(len(batch) - len(self.batches[-1]))
 
@@ -58,8 +58,7 @@ class Costly(Noting):
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """A clock that the scheduler reads in place of the time."""
     found = Clock()
-    loop = importlib.import_module("llamatap.generation.scheduler")
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: found.now))
+    monkeypatch.setattr(time_accounting, "time", SimpleNamespace(perf_counter=lambda: found.now))
     return found
 
 
@@ -128,8 +127,8 @@ def test_seconds_are_of_rounds_of_as_many_sequences(clock: Clock, rigged_model: 
 
     @dataclass
     class Crowded(Costly):
-        def process(self, batch: lt.Batch) -> None:
-            super().process(batch)
+        def process(self, batch: lt.Batch, states: lt.States | None = None) -> None:
+            super().process(batch, states)
             alone = len(self.batches[-1]) == 1
             self.clock.now += 0 if alone else 5.0 * self.drafted[-1]
 

@@ -10,6 +10,7 @@ import pytest
 from support.generation import PROMPT, CheckedContext, Guessing, Noting, is_empty
 
 import llamatap
+from llamatap._engine_context import engine_of
 
 #: Untyped, for what a type checker would refuse.
 lt: Any = llamatap
@@ -166,7 +167,27 @@ def test_what_a_drafter_raises_comes_out(
     with pytest.raises(RuntimeError if error is StopIteration else error):
         list(lt.generate(checked.context, [PROMPT] * 4, drafter, max_tokens=12, ignore_eos=True))
     assert is_empty(checked.context)
-    assert checked.context.tapped is None
+    assert engine_of(checked.context).capture is None
+
+
+@pytest.mark.parametrize("wrapped", ["alone", "in a list", "in a chain"])
+def test_a_drafter_that_takes_no_states_is_refused(wrapped: str, checked: CheckedContext) -> None:
+    class Old(llamatap.NGramDrafter):
+        def process(self, batch: llamatap.Batch) -> None:  # type: ignore[override]
+            pass
+
+    makers: dict[str, Callable[[], Any]] = {
+        "alone": Old,
+        "in a list": lambda: [llamatap.NGramDrafter(), Old()],
+        "in a chain": lambda: llamatap.DrafterChain(Old()),
+    }
+    calls: list[Callable[[], Any]] = [
+        lambda: lt.generate(checked.context, PROMPT, makers[wrapped]()),
+        lambda: lt.Session(checked.context, makers[wrapped]()),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=r"Old.process .* def process\(self, batch, states=None\)"):
+            call()
 
 
 def test_all_drafters_are_reset_though_one_fails(checked: CheckedContext) -> None:

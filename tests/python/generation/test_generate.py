@@ -26,9 +26,11 @@ from support.tiny_models import rigged
 from support.tiny_models.rigged import by_token, cycle
 
 import llamatap as lt
+from llamatap._engine_context import EngineContext
+from llamatap._options import read_options
 from llamatap.generation.api import GenerateOptions, generate
 from llamatap.generation.logprobs import of_logits
-from llamatap.sampler import SamplerOptions
+from llamatap.sampler import SamplingOptions
 
 F = cycle()
 #: Shorter and longer than an ubatch of 16, and than a batch of 32.
@@ -41,13 +43,13 @@ SEED = 2**32 - 5  # the seeds of later prompts go round
 def decodes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each decode of a context had."""
     found = []
-    decode = lt.Context._decode
+    decode = EngineContext.decode
 
-    def counting(context: lt.Context, batch: lt.Batch) -> None:
+    def counting(context: EngineContext, batch: lt.Batch) -> None:
         found.append(len(batch))
         decode(context, batch)
 
-    monkeypatch.setattr(lt.Context, "_decode", counting)
+    monkeypatch.setattr(EngineContext, "decode", counting)
     return found
 
 
@@ -160,14 +162,18 @@ def test_a_model_s_own_context_is_no_longer_than_it_was_trained_with(tmp_path: P
 
 def test_the_options_are_those_that_are_annotated() -> None:
     """Type checkers see the annotations, people and `help` the signatures."""
-    for function, options, others in (
-        (generate, GenerateOptions, {"model_or_context", "prompts", "drafter", "stream", "return"}),
-        (lt.Sampler.__init__, SamplerOptions, {"model", "return"}),
+    for function, declaration, others in (
+        (generate, GenerateOptions, {"model_or_context", "prompts", "drafter", "stream"}),
+        (lt.Session.add, GenerateOptions, {"self", "prompt"}),
+        (lt.Sampler, SamplingOptions, {"model"}),
     ):
-        found = {name: kind for name, kind in function.__annotations__.items() if name not in others}
-        assert found == {name: kind.__forward_arg__ for name, kind in options.__annotations__.items()}
+        options = read_options(declaration)
         parameters = inspect.signature(function).parameters
-        assert all(parameters[name].default is not inspect.Parameter.empty for name in found)
+        assert set(parameters) == {*others, *options}
+        for name, option in options.items():
+            assert parameters[name].default == option.default
+            assert f":param {name}: " in (function.__doc__ or "") or function is lt.Session.add
+        assert set(declaration.__annotations__) <= set(options)
 
 
 def test_prompts_may_be_text(rigged_model: lt.Model) -> None:
@@ -239,10 +245,10 @@ def test_long_prompts_enter_in_pieces(
     class Seeing(Noting):
         target_layers = (1, -1)
 
-        def process(self, batch: lt.Batch) -> None:
-            super().process(batch)
-            assert context.tapped is not None
-            shapes.append(context.tapped.array.shape[0])
+        def process(self, batch: lt.Batch, states: lt.States | None = None) -> None:
+            super().process(batch, states)
+            assert states is not None
+            shapes.append(states.array.shape[0])
 
     options = {"n_ctx": 2048, "n_seq_max": n_seq_max, "n_batch": n_batch, "n_ubatch": 8, **EXACT}
     with tiny_model.context(**options) as context:
@@ -264,13 +270,14 @@ def test_states_of_texts_are_not_those_of_prompts(
 ) -> None:
     """No row of a prompt is captured."""
     rows = []
-    decode = lt.Context._decode
+    decode = EngineContext.decode
 
-    def seeing(context: lt.Context, batch: lt.Batch) -> None:
+    def seeing(context: EngineContext, batch: lt.Batch) -> None:
         decode(context, batch)
-        rows.append(0 if context.tapped is None else len(context.tapped.array))
+        capture = context.capture
+        rows.append(0 if capture is None or capture.states is None else len(capture.states.array))
 
-    monkeypatch.setattr(lt.Context, "_decode", seeing)
+    monkeypatch.setattr(EngineContext, "decode", seeing)
     with tiny_model.context(n_ctx=512, **EXACT) as context:
         (prompt,) = ragged(rng, tiny_model.n_vocab, [200])
         (found,) = lt.generate(context, prompt, max_tokens=4, states=states, layers=[1, -1], ignore_eos=True)

@@ -14,6 +14,8 @@ import pytest
 from support.generation import EXACT, PROMPT, CheckedContext, Guessing, Noting, is_empty
 
 import llamatap as lt
+from llamatap._engine_context import engine_of
+from llamatap._native import native_of
 
 OPTIONS: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
 
@@ -35,8 +37,8 @@ def test_the_memory_is_not_changed_under_a_generation(name: str, checked: Checke
     """Refused between rounds, from inside its drafter, and while it holds nothing for a moment."""
 
     class Meddling(Guessing):
-        def process(self, batch: lt.Batch) -> None:
-            super().process(batch)
+        def process(self, batch: lt.Batch, states: lt.States | None = None) -> None:
+            super().process(batch, states)
             with pytest.raises(lt.BusyError, match="generation is going on"):
                 CHANGES[name](checked.context)
 
@@ -59,10 +61,11 @@ def test_a_drafter_may_look_at_the_context(checked: CheckedContext) -> None:
         target_layers = (1,)
         saved = b""
 
-        def process(self, batch: lt.Batch) -> None:
-            super().process(batch)
-            assert checked.context.tapped is not None
-            assert len(checked.context.tapped.array) == len(batch)
+        def process(self, batch: lt.Batch, states: lt.States | None = None) -> None:
+            super().process(batch, states)
+            assert states is not None
+            assert states.tokens.tolist() == batch.tokens.tolist()
+            assert states.layers == (1,)
             assert checked.context.memory.last(0) >= 0
             self.saved = checked.context.save(0)
 
@@ -84,7 +87,7 @@ def test_with_its_last_result_it_is_over(stream: bool, checked: CheckedContext) 
     for event in events:
         if not stream or event.final is not None:
             break
-    assert checked.context.tapped is None
+    assert engine_of(checked.context).capture is None
     assert is_empty(checked.context)
     (other,) = lt.generate(checked.context, PROMPT, drafter, **OPTIONS)
     assert other.tokens.tolist() == checked.expected
@@ -97,8 +100,8 @@ def test_a_context_that_another_thread_uses_at_the_end_is_not_busy_for_ever(tiny
         stream = lt.generate(context, PROMPT, Noting(), stream=True, **OPTIONS)
         next(stream)
         batch = lt.Batch.of(np.random.default_rng(0).integers(3, 259, 6000).tolist(), seq=1)
-        # Like a call that came in before the generation.
-        thread = threading.Thread(target=context.native.decode, args=[batch])
+        # As a call that came in before the generation.
+        thread = threading.Thread(target=native_of(context).decode, args=[batch])
         thread.start()
         time.sleep(0.1)
         assert thread.is_alive()

@@ -18,6 +18,7 @@ from support.tiny_models import drafters
 from support.tiny_models.registry import FILES
 
 import llamatap as lt
+from llamatap._engine_context import EngineContext
 from reference import decoder
 
 Rows = NDArray[np.float64]
@@ -182,16 +183,16 @@ def test_other_memories(name: str, tmp_path: Path) -> None:
 def test_logits_of_no_more_rows_than_one_ubatch_are_there_at_once(
     tiny_model: lt.Model, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits never exist for a whole prompt; prompts without log-probabilities are prefilled as fast as ever."""
+    """Logits never exist for a whole prompt; prompts without log-probabilities prefill as before."""
     outputs, sizes = [], []
-    decode = lt.Context._decode
+    decode = EngineContext.decode
 
-    def counting(context: lt.Context, batch: lt.Batch) -> None:
+    def counting(context: EngineContext, batch: lt.Batch) -> None:
         outputs.append(int(np.sum(batch.outputs)))
         sizes.append(len(batch))
         decode(context, batch)
 
-    monkeypatch.setattr(lt.Context, "_decode", counting)
+    monkeypatch.setattr(EngineContext, "decode", counting)
     with tiny_model.context(**CUT, n_seq_max=3) as context:
         (found,) = lt.generate(context, [5] * 300, prompt_logprobs=0, max_tokens=0)
         assert found.prompt_logprobs is not None

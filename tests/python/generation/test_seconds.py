@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +14,9 @@ from support.generation import EXACT, Guessing, by_hand, ragged
 from support.tiny import TinyQwen35
 
 import llamatap as lt
+from llamatap._engine_context import EngineContext
+from llamatap._native import _core
+from llamatap.generation import rollback, time_accounting
 
 
 @dataclass
@@ -27,8 +29,8 @@ class Slow(Guessing):
 
     clock: Clock
 
-    def process(self, batch: lt.Batch) -> None:
-        super().process(batch)
+    def process(self, batch: lt.Batch, states: lt.States | None = None) -> None:
+        super().process(batch, states)
         self.clock.now += 1e-4
 
     def draft(self, requests: Mapping[int, lt.DraftRequest]) -> Mapping[int, lt.Draft]:
@@ -58,9 +60,7 @@ def test_every_second_is_in_its_figure(
     """By a clock that goes on where it is told to: passes, saving and taking back a memory; the drafter;
     verification."""
     clock = Clock()
-    loop = importlib.import_module("llamatap.generation.scheduler")
-    rewind = importlib.import_module("llamatap.generation.rollback")
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(time_accounting, "time", SimpleNamespace(perf_counter=lambda: clock.now))
 
     def slow(owner: Any, name: str, seconds: float) -> list[int]:
         calls = []
@@ -78,10 +78,10 @@ def test_every_second_is_in_its_figure(
     model = own or tiny_model
     prompts = ragged(np.random.default_rng(5), model.n_vocab, (6, 31, 9))
     texts = [[*prompt, *by_hand(model, prompt, 20)] for prompt in prompts]
-    decodes = slow(lt.Context, "_decode", 5.0)
-    kind = rewind._Saved if architecture == "qwen35" else rewind.Rollback
-    saves, backs = slow(kind, "before", 300.0), slow(kind, "back", 7000.0)
-    verified = slow(loop._core, "verify", 0.1)
+    decodes = slow(EngineContext, "decode", 5.0)
+    kind = rollback.SnapshotRollback if architecture == "qwen35" else rollback.Rollback
+    saves, backs = slow(kind, "prepare", 300.0), slow(kind, "rollback", 7000.0)
+    verified = slow(_core, "verify", 0.1)
     drafter = Slow(model.n_vocab, texts, wrong=0.5)
     drafter.clock = clock
     with model.context(n_ctx=512, n_seq_max=n_seq_max, **EXACT) as context:

@@ -17,8 +17,8 @@ from support.tiny_models import rigged
 from support.tiny_models.rigged import cycle
 
 import llamatap as lt
+from llamatap._engine_context import engine_of
 from llamatap.generation.api import generate
-from llamatap.generation.options import checked_options
 
 
 @pytest.mark.parametrize("n_seq_max", [1, 3])
@@ -50,7 +50,7 @@ def test_prompts_that_come_at_any_time_are_those_alone(kind: str, n_seq_max: int
                     check(workload, at, last.final)
                 assert session.step() == []
                 assert is_empty(context)
-        assert context.tapped is None
+        assert engine_of(context).capture is None
 
 
 def test_texts_are_drafted_for_whoever_is_beside_them(workload: Workload) -> None:
@@ -88,7 +88,7 @@ def test_a_seed_is_drawn_for_each_prompt_that_has_none(workload: Workload) -> No
 
 def test_options_that_are_not_given_are_those_of_generate() -> None:
     theirs = inspect.signature(generate).parameters
-    for name, one in inspect.signature(checked_options).parameters.items():
+    for name, one in inspect.signature(lt.Session.add).parameters.items():
         if one.kind is inspect.Parameter.KEYWORD_ONLY:
             assert theirs[name].default == one.default
 
@@ -326,7 +326,7 @@ def test_one_whose_prompt_enters_is_cancelled(workload: Workload) -> None:
             assert noting.texts == {}
             session.add(workload.prompts[0], **workload.options[0])
             check(workload, 0, finals(session)[1])
-        assert context.generation is None
+        assert engine_of(context).owner is None
 
 
 def test_a_closed_session_gives_everything_back(workload: Workload) -> None:
@@ -345,6 +345,6 @@ def test_a_closed_session_gives_everything_back(workload: Workload) -> None:
         session.cancel(0)
         assert noting.texts == {}
         assert is_empty(context)
-        assert context.generation is None
+        assert engine_of(context).owner is None
         (found,) = lt.generate(context, workload.prompts[11], noting, **workload.options[11])
         check(workload, 11, found)

@@ -20,6 +20,8 @@ from support.tiny_models import drafters
 from support.tiny_models.registry import FILES
 
 import llamatap
+from llamatap._engine_context import EngineContext, engine_of
+from llamatap._native import native_of
 
 #: Untyped, for what a type checker would refuse.
 lt: Any = llamatap
@@ -41,9 +43,9 @@ class Failing(Guessing):
             if self.countdown == 0:
                 raise LookupError("the cause")
 
-    def process(self, batch: llamatap.Batch) -> None:
+    def process(self, batch: llamatap.Batch, states: llamatap.States | None = None) -> None:
         self._maybe("process")
-        super().process(batch)
+        super().process(batch, states)
 
     def draft(self, requests: Mapping[int, llamatap.DraftRequest]) -> Mapping[int, llamatap.Draft]:
         self._maybe("draft")
@@ -101,9 +103,9 @@ def test_a_decode_that_fails(
 ) -> None:
     """In-flight texts are dropped, whatever they were doing; waiting ones get the right tokens."""
     calls = 0
-    decode = llamatap.Context._decode
+    decode = EngineContext.decode
 
-    def failing(context: llamatap.Context, batch: llamatap.Batch) -> None:
+    def failing(context: EngineContext, batch: llamatap.Batch) -> None:
         nonlocal calls
         calls += 1
         if calls == countdown:
@@ -114,11 +116,11 @@ def test_a_decode_that_fails(
     with lt.Session(checked.context, noting) as session:
         for _ in range(4):
             session.add(PROMPT, **OPTIONS)
-        monkeypatch.setattr(llamatap.Context, "_decode", failing)
+        monkeypatch.setattr(EngineContext, "decode", failing)
         with pytest.raises(cause, match="the cause"):
             finals(session)
         assert session.dropped == (0, 1)
-        assert (session.pending, checked.context.tapped) == (2, None)
+        assert (session.pending, engine_of(checked.context).capture) == (2, None)
         assert is_empty(checked.context)
         assert noting is None or noting.texts == {}
         session.cancel(0)
@@ -132,14 +134,15 @@ def test_a_decode_that_fails(
 
 def test_a_decode_for_a_last_state_fails(checked: CheckedContext, monkeypatch: pytest.MonkeyPatch) -> None:
     """The text that ended in the same round is dropped with the others: its event is lost."""
-    decode = llamatap.Context._decode
+    decode = EngineContext.decode
 
-    def failing(context: llamatap.Context, batch: llamatap.Batch) -> None:
-        if batch.positions.tolist() == [len(PROMPT)] and context.tapped is None:
+    def failing(context: EngineContext, batch: llamatap.Batch) -> None:
+        states = None if context.capture is None else context.capture.states
+        if batch.positions.tolist() == [len(PROMPT)] and states is None:
             raise LookupError("the cause")
         decode(context, batch)
 
-    monkeypatch.setattr(llamatap.Context, "_decode", failing)
+    monkeypatch.setattr(EngineContext, "decode", failing)
     with lt.Session(checked.context) as session:
         session.add(PROMPT, max_tokens=1)
         session.add(PROMPT, max_tokens=1, states="last")
@@ -209,7 +212,7 @@ def test_a_memory_that_could_not_be_freed_is_freed_later(tiny_path: Path) -> Non
             session.add(PROMPT, **OPTIONS)
             session.step()
             batch = lt.Batch.of(np.random.default_rng(0).integers(3, 259, 6000).tolist(), seq=2)
-            thread = threading.Thread(target=context.native.decode, args=[batch])
+            thread = threading.Thread(target=native_of(context).decode, args=[batch])
             thread.start()
             time.sleep(0.1)
             assert thread.is_alive()
@@ -293,7 +296,7 @@ def test_other_wrong_arguments(checked: CheckedContext, tmp_path: Path) -> None:
         pytest.raises(lt.InvalidInputError, match="temperature above 0"),
     ):
         session.add(PROMPT, rejection=True)
-    for context in (None, checked.model, checked.context.native):
+    for context in (None, checked.model, native_of(checked.context)):
         with pytest.raises(lt.InvalidInputError, match="context must be a Context"):
             lt.Session(context)
     with pytest.raises(lt.InvalidInputError, match="drafter must be"):
@@ -340,8 +343,8 @@ def test_one_thread_at_a_time_is_in_a_step(checked: CheckedContext) -> None:
     inside, go_on = threading.Event(), threading.Event()
 
     class Waiting(Noting):
-        def process(self, batch: llamatap.Batch) -> None:
-            super().process(batch)
+        def process(self, batch: llamatap.Batch, states: llamatap.States | None = None) -> None:
+            super().process(batch, states)
             calls: list[Callable[[], Any]] = [session.step, session.close]
             for call in calls:
                 with pytest.raises(lt.BusyError, match="step"):

@@ -15,6 +15,7 @@ from support.sessions import CUT, Workload, drafter_of, finals
 from support.tiny import TinyGemma3, TinyQwen35
 
 import llamatap as lt
+from llamatap._engine_context import EngineContext
 
 EVERY: tuple[lt.LayerId, ...] = (0, 1, 2, 3, 4, "norm")
 
@@ -23,16 +24,16 @@ EVERY: tuple[lt.LayerId, ...] = (0, 1, 2, 3, 4, "norm")
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any, int]]:
     """For each pass: its entries, the tapped layers (None without a tap), and the captured rows."""
     found = []
-    decode = lt.Context._decode
+    decode = EngineContext.decode
 
-    def seeing(context: lt.Context, batch: lt.Batch) -> None:
+    def seeing(context: EngineContext, batch: lt.Batch) -> None:
         decode(context, batch)
-        tapped = context.tapped
+        states = None if context.capture is None else context.capture.states
         found.append(
-            (len(batch), None, 0) if tapped is None else (len(batch), tapped.layers, len(tapped.array))
+            (len(batch), None, 0) if states is None else (len(batch), states.layers, len(states.array))
         )
 
-    monkeypatch.setattr(lt.Context, "_decode", seeing)
+    monkeypatch.setattr(EngineContext, "decode", seeing)
     return found
 
 
@@ -88,10 +89,11 @@ def test_a_drafter_has_its_states_of_every_pass(
     class Seeing(Noting):
         target_layers = (1, -1)
 
-        def process(self, batch: lt.Batch) -> None:
-            super().process(batch)
-            assert context.tapped is not None
-            assert context.tapped[1].shape == context.tapped[-1].shape == (len(batch), 64)
+        def process(self, batch: lt.Batch, states: lt.States | None = None) -> None:
+            super().process(batch, states)
+            assert states is not None
+            assert states.layers == (1, 4)
+            assert states.array.shape == (len(batch), 2, 64)
 
     with workload.model.context(n_seq_max=2, **CUT) as context, lt.Session(context, Seeing()) as session:
         session.add(workload.prompts[0], max_tokens=3, ignore_eos=True)

@@ -16,6 +16,7 @@ from support.tiny import TinyLlama
 from support.tiny_models import drafters
 
 import llamatap as lt
+from llamatap._engine_context import engine_of
 
 MAX_TOKENS = 20
 SEED = 21
@@ -97,7 +98,7 @@ def test_states_are_those_of_the_whole_text(
         events = list(lt.generate(context, known.prompts, drafter, states="full", stream=True, **options))
         ends = list(lt.generate(context, known.prompts, drafter, states="last", stream=True, **options))
         assert is_empty(context)
-        assert context.tapped is None
+        assert engine_of(context).capture is None
     for index, (prompt, tokens) in enumerate(zip(known.prompts, known.expected, strict=True)):
         expected = known.rows([*prompt, *tokens], MAX_TOKENS, layers)
         assert full[index].tokens.tolist() == last[index].tokens.tolist() == tokens

@@ -15,6 +15,7 @@ from support.generation import EXACT, SAMPLING, Guessing, by_hand, is_empty, rag
 from support.tiny_models.rigged import by_token, cycle
 
 import llamatap as lt
+from llamatap._engine_context import engine_of
 
 F = cycle()
 MAX_TOKENS = 25
@@ -85,9 +86,9 @@ def test_events_come_as_soon_as_the_tokens_are_known(rigged_model: lt.Model) -> 
         return by_token(F)(tokens.tolist(), count) if count else []
 
     class Counting(lt.CallableDrafter):
-        def process(self, batch: lt.Batch) -> None:
+        def process(self, batch: lt.Batch, states: lt.States | None = None) -> None:
             passes.append(len(batch))
-            super().process(batch)
+            super().process(batch, states)
 
     with rigged_model.context(n_ctx=256, **EXACT) as context:
         for length, expected in (
@@ -186,7 +187,7 @@ def test_a_stream_that_is_left_frees_the_memory(
                 assert not is_empty(context)
                 stream.close()
             assert is_empty(context)
-            assert context.tapped is None
+            assert engine_of(context).capture is None
             if drafter is not None:
                 assert drafter.texts == {}
             if count:

@@ -118,11 +118,11 @@ def test_long_prompts_and_other_kinds(
             spec = lt.SpeculativeContext(context, path, n_gpu_layers=places[1], **EXACT)
             drafter = lt.load_drafter(context, spec, n_max=3)
             context.memory.clear()
-            with context.tap(spec.target_layers):
+            with context.tap(spec.target_layers) as tap:
                 batch = lt.Batch.of(prompt[:-1])
                 context.decode(batch)
-                drafter.process(batch)
-                features = spec.features().astype(np.float64)
+                drafter.process(batch, tap.states)
+                features = tap.states.array.reshape(299, -1).astype(np.float64)
             draft = drafter.draft({0: lt.DraftRequest(prompt[-1], 299, 3)})[0]
             if spec.kind == "eagle3":
                 tokens, expected = eagle3.draft(prompt, features, eagle3.Weights.read(path), 3)

@@ -17,6 +17,7 @@ import pytest
 from support.generation import EXACT, Noting, is_empty
 
 import llamatap as lt
+from llamatap._engine_context import engine_of
 
 OPTIONS: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
 
@@ -48,7 +49,7 @@ def begun(context: lt.Context, drafter: lt.Drafter | None = None) -> lt.Session:
 
 
 def assert_free(context: lt.Context, *drafters: lt.Drafter) -> None:
-    assert context.generation is None
+    assert engine_of(context).owner is None
     assert is_empty(context)
     context.memory.clear()
     for drafter in drafters or (None,):
@@ -124,7 +125,7 @@ def test_lost_after_what_it_used_was_closed(what: str, tiny_model: lt.Model, cap
     session = begun(context, drafter)
     (context if what == "context" else drafter.spec).close()
     del session
-    assert context.generation is None
+    assert engine_of(context).owner is None
     assert capfd.readouterr().err == ""
     assert caplog.records == []
 
@@ -180,19 +181,24 @@ def test_an_abandoned_loop(context: lt.Context) -> None:
 def test_a_lost_tap(context: lt.Context) -> None:
     tap = context.tap([1]).__enter__()
     context.decode(lt.Batch.of([5, 6]))
-    assert context.tapped is tap.states
+    capture = engine_of(context).capture
+    assert capture is not None
+    assert capture.states is tap.states
+    del capture
     gone = weakref.ref(tap)
     del tap
     assert gone() is None
-    assert context.tapped is None
+    assert engine_of(context).capture is None
     with context.tap([2]):
         # The with block holds it, though it has no name.
         context.decode(lt.Batch.of([7], pos0=2))
-        assert context.tapped is not None
-        assert context.tapped.layers == (2,)
+        capture = engine_of(context).capture
+        assert capture is not None
+        assert capture.states is not None
+        assert capture.states.layers == (2,)
         with pytest.raises(lt.InvalidInputError, match="a tap is open"):
             context.tap([3]).__enter__()
-    assert context.tapped is None
+    assert engine_of(context).capture is None
 
 
 def test_the_exit_of_the_interpreter_is_quiet(tiny_path: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from support.numerics import EXACT as EXACT_ANYWHERE
 
 import llamatap
-from llamatap._native import _core
+from llamatap._native import _core, native_of
 
 #: Untyped, for what a type checker would refuse.
 lt: Any = llamatap
@@ -212,7 +212,7 @@ INVALID: dict[str, Callable[[CheckedContext], Any]] = {
     "extractor: n_ctx negative": lambda c: lt.Extractor(c.model, n_ctx=-5)([5], [1]),
     "extractor: n_ubatch 0": lambda c: lt.Extractor(c.model, n_ubatch=0)([5], [1]),
     "extract: of None": lambda c: lt.extract(None, [5]),
-    "extract: of the core's model": lambda c: lt.extract(c.model.native, [5]),
+    "extract: of the core's model": lambda c: lt.extract(native_of(c.model), [5]),
     "batch: a token beyond 64 bits": lambda c: lt.Batch().add(2**70, 0),
     "batch: a position beyond 64 bits": lambda c: lt.Batch().add(5, -(2**70)),
     "batch: a sequence beyond 64 bits": lambda c: lt.Batch().add(5, 0, [2**70]),
@@ -381,7 +381,7 @@ def test_what_holds_the_engines_objects_is_not_copied(checked: CheckedContext, w
         "Model": checked.model,
         "Context": checked.context,
         "Memory": checked.memory,
-        "Extractor": checked.model.extractor,
+        "Extractor": lt.Extractor(checked.model),
         "Sampler": lt.Sampler(checked.model),
         "Tap": checked.context.tap([1]),
         "Batch": lt.Batch.of([5]),

@@ -22,6 +22,7 @@ from support.openai_clients import Client, alone, async_client, client_of, slow_
 from support.servers import Running, running, tiny_options
 
 import llamatap as lt
+from llamatap._engine_context import EngineContext
 
 #: For each of sixteen clients: a prompt, options of lt.generate, and further fields of its request.
 MANY: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -168,11 +169,11 @@ def test_a_text_that_waits_streams_after_the_one_before_it(
 def test_a_decode_that_fails_is_an_error_of_those_under_way(
     tiny_chat_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    decode = lt.Context._decode
+    decode = EngineContext.decode
     failing = threading.Event()
-    broken: weakref.WeakSet[lt.Context] = weakref.WeakSet()
+    broken: weakref.WeakSet[EngineContext] = weakref.WeakSet()
 
-    def fails_once(context: lt.Context, batch: lt.Batch) -> None:
+    def fails_once(context: EngineContext, batch: lt.Batch) -> None:
         time.sleep(0.005)
         if failing.is_set():
             failing.clear()
@@ -183,7 +184,7 @@ def test_a_decode_that_fails_is_an_error_of_those_under_way(
             raise lt.EngineError("close this context and make another")
         decode(context, batch)
 
-    monkeypatch.setattr(lt.Context, "_decode", fails_once)
+    monkeypatch.setattr(EngineContext, "decode", fails_once)
     with (
         running([tiny_options(tiny_chat_path, context=EXACT, parallel=2)]) as server,
         client_of(server) as client,
@@ -225,9 +226,9 @@ def test_a_decode_that_fails_is_an_error_of_those_under_way(
 def test_texts_that_failed_beside_others_go_on_together(
     tiny_chat_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode, seqs = lt.Context._decode, []
+    decode, seqs = EngineContext.decode, []
 
-    def fails_on_one(context: lt.Context, batch: lt.Batch) -> None:
+    def fails_on_one(context: EngineContext, batch: lt.Batch) -> None:
         time.sleep(0.002)
         tokens = batch.tokens.tolist()
         seqs.append(len(tokens))
@@ -250,7 +251,7 @@ def test_texts_that_failed_beside_others_go_on_together(
             for one in (prompts[0], prompts[2], prompts[3])
         ]
         assert not any(77 in one for one in good)
-        monkeypatch.setattr(lt.Context, "_decode", fails_on_one)
+        monkeypatch.setattr(EngineContext, "decode", fails_on_one)
         with ThreadPoolExecutor(4) as pool:
             gate = threading.Event()
             admit = type(server.worker)._admit
