@@ -11,10 +11,11 @@
 #include <vector>
 
 #include "capture/block.hpp"
-#include "capture/recorder.hpp"
+#include "capture/dtype.hpp"
+#include "capture/pool.hpp"
 #include "engine/error.hpp"
-#include "engine/shutdown.hpp"
-#include "engine/worker.hpp"
+#include "engine/lifetime.hpp"
+#include "engine/polling.hpp"
 
 namespace llamatap::bind {
 
