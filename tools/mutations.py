@@ -91,7 +91,7 @@ MUTATIONS = [
     ),
     Mutation(
         "one recurrent token too many is taken back",
-        "csrc/engine/context/decode.cpp",
+        "csrc/engine/context/kv_memory.cpp",
         "std::min(rows[seq] - 1, static_cast<int32_t>(options_.n_rs_seq))",
         "std::min(rows[seq], static_cast<int32_t>(options_.n_rs_seq))",
         "tests/python/test_memory.py",
@@ -106,8 +106,8 @@ MUTATIONS = [
     Mutation(
         "a cleared memory keeps its data",
         "csrc/engine/context/kv_memory.cpp",
-        "clear_memory(/*zero=*/true)",
-        "clear_memory(/*zero=*/false)",
+        "empty(/*zero=*/true)",
+        "empty(/*zero=*/false)",
         "tests/python/test_edges.py -k cleared",
     ),
     Mutation(
@@ -169,15 +169,15 @@ MUTATIONS = [
     Mutation(
         "a copy shares recurrent state that is taken back",
         "csrc/engine/context/kv_memory.cpp",
-        "const bool own_state = recurrent_ && options_.n_rs_seq > 0;",
+        "const bool own_state = is_recurrent_ && options_.n_rs_seq > 0;",
         "const bool own_state = false;",
         "tests/python/test_memory_shared.py -k recurrent",
     ),
     Mutation(
         "what was written beyond the cells in use is not cleared",
         "csrc/engine/context/kv_memory.cpp",
-        "std::max(written_cells_, cells_in_use(context_.get()))",
-        "cells_in_use(context_.get())",
+        "std::max(written_cells_, cells_in_use(context_))",
+        "cells_in_use(context_)",
         "tests/python/test_memory_cleared.py",
     ),
     Mutation(

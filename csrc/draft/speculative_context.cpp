@@ -36,7 +36,7 @@ bool metadata_flag(const Model& model, const std::string& key, bool otherwise) {
 
 DraftKind SpeculativeContext::kind_of(const Model& draft) {
   const std::string arch = draft.arch();
-  if (draft_blocks(arch).borrows_memory) return DraftKind::mtp;
+  if (mtp_blocks(arch).borrows_memory) return DraftKind::mtp;
   if (arch == "eagle3") return DraftKind::eagle3;
   if (arch == "dflash") return DraftKind::dflash;
   const bool has_mtp = draft.options().load_mtp && draft.draft_traits().n_mtp > 0;
@@ -204,7 +204,7 @@ void SpeculativeContext::fit_features(const char* what) {
 void SpeculativeContext::fit_mtp() {
   const auto traits = draft_->draft_traits();
   const std::string arch = draft_->arch();
-  const auto blocks = draft_blocks(arch);
+  const auto blocks = mtp_blocks(arch);
   if (blocks.borrows_memory && target_->model()->draft_traits().n_embedding == 0) {
     throw Unsupported("the draft uses the target's token embedding, which it does not have");
   }

@@ -34,8 +34,8 @@ bool rolls_back(const std::string& arch) { return arch == "qwen35" || arch == "q
 Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
     : model_(std::move(model)),
       options_(options),
-      // MTP blocks have attention only, whatever the trunk is made of.
-      recurrent_((model_->is_recurrent() || model_->is_hybrid()) && !options.mtp),
+      memory_(*model_, options_),
+      outputs_(*model_, drafts() ? static_cast<size_t>(state_width()) : 0),
       threadpool_(nullptr, nullptr) {
   if (model_->options().vocab_only) throw Unsupported("the model was loaded without its weights");
   if (model_->process() != static_cast<int32_t>(getpid())) {
@@ -65,7 +65,7 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
   options_.n_ubatch = std::min(options.n_ubatch, options_.n_batch);
   const uint32_t n_ctx_train = static_cast<uint32_t>(model_->n_ctx_train());
   options_.n_ctx = std::max(options.n_ctx == 0 ? n_ctx_train : options.n_ctx, options.n_seq_max);
-  if (recurrent_ && options.n_rs_seq > 0 && !rolls_back(model_->arch())) {
+  if (memory_.is_recurrent() && options.n_rs_seq > 0 && !rolls_back(model_->arch())) {
     throw Unsupported("taking tokens back (n_rs_seq) gives wrong states on " + model_->arch() +
                       "; save and restore sequences instead");
   }
@@ -74,7 +74,7 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
                       " in a context, or aborts; use contexts of n_seq_max=1");
   }
   // Recurrent layers are computed in equal shares of a ubatch; some graphs abort when they do not come out.
-  if (recurrent_) {
+  if (memory_.is_recurrent()) {
     options_.n_ubatch =
         std::max(options.n_seq_max, options_.n_ubatch - options_.n_ubatch % options.n_seq_max);
   }
@@ -111,7 +111,6 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
   if (options.memory_available > 0 && !borrows_memory()) {
     require_context_memory(*model_, params, options.memory_available);
   }
-  rewindable_.resize(options.n_seq_max, 0);
   threadpool_ = make_threadpool(options.n_threads);
   const LogScope log;
   guarded("the engine cannot make this context",
@@ -122,6 +121,8 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
     if (says_no_memory(message)) throw OutOfMemory(message);
     throw Unsupported(message);
   }
+  memory_.attach(context_.get());
+  outputs_.attach(context_.get());
   llama_attach_threadpool(context_.get(), threadpool_.get(), nullptr);
   if (drafts()) internals::give_next_states(context_.get(), options.causal);
 }
@@ -146,9 +147,6 @@ uint32_t Context::n_batch() const { return llama_n_batch(context_.get()); }
 uint32_t Context::n_ubatch() const { return llama_n_ubatch(context_.get()); }
 bool Context::flash_attention() const { return internals::flash_attention(context_.get()); }
 bool Context::causal() const { return internals::causal_attention(context_.get()); }
-bool Context::has_memory() const {
-  return llama_get_memory(context_.get()) != nullptr && !model_->is_encoder();
-}
 
 Graph Context::reserve_graph(uint32_t n_tokens, uint32_t n_outputs) {
   const ContextLock lock = hold();
@@ -158,6 +156,57 @@ Graph Context::reserve_graph(uint32_t n_tokens, uint32_t n_outputs) {
     throw EngineFailed("the engine cannot build a graph of " + std::to_string(n_tokens) + " tokens");
   }
   return *graph;
+}
+
+void Context::memory_clear() {
+  const ContextLock lock = hold();
+  memory_.clear();
+}
+
+void Context::memory_remove(int32_t seq, int32_t p0, int32_t p1) {
+  const ContextLock lock = hold();
+  memory_.remove(seq, p0, p1);
+}
+
+void Context::memory_copy(int32_t from, int32_t to, int32_t p0, int32_t p1) {
+  const ContextLock lock = hold();
+  memory_.copy(from, to, p0, p1);
+}
+
+void Context::memory_keep(int32_t seq) {
+  const ContextLock lock = hold();
+  memory_.keep(seq);
+}
+
+void Context::memory_shift(int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
+  const ContextLock lock = hold();
+  memory_.shift(seq, p0, p1, delta);
+}
+
+int32_t Context::memory_first(int32_t seq) const {
+  const ContextLock lock = hold();
+  return memory_.first(seq);
+}
+
+int32_t Context::memory_last(int32_t seq) const {
+  const ContextLock lock = hold();
+  return memory_.last(seq);
+}
+
+std::string Context::save(int32_t seq) const {
+  const ContextLock lock = hold();
+  return memory_.save(seq);
+}
+
+void Context::restore(int32_t seq, const std::string& state) {
+  const ContextLock lock = hold();
+  memory_.restore(seq, state);
+}
+
+void Context::copy_logits(int32_t row, float* target) const {
+  const ContextLock lock = hold();
+  const float* values = output_logits(row);
+  std::copy(values, values + model_->vocab().size(), target);
 }
 
 }  // namespace llamatap

@@ -17,6 +17,8 @@
 #include "engine/context/context_options.hpp"
 #include "engine/context/decode_observer.hpp"
 #include "engine/context/graph.hpp"
+#include "engine/context/kv_memory.hpp"
+#include "engine/context/outputs.hpp"
 #include "engine/error.hpp"
 #include "engine/model/model.hpp"
 #include "engine/polling.hpp"
@@ -47,7 +49,7 @@ class Context {
   /// Whether all of a batch must be computed at once: no memory, or tokens that see later ones.
   bool at_once() const { return !has_memory() || !causal(); }
   /// Whether past tokens are kept. Models without causal attention see one batch at a time.
-  bool has_memory() const;
+  bool has_memory() const { return memory_.exists(); }
 
   /// Whether an entry of a batch may belong to several sequences.
   bool shares_entries() const {
@@ -68,17 +70,17 @@ class Context {
   void copy_logits(int32_t row, float* target) const;
 
   /// The same where they lie, until the next call for this context.
-  const float* output_logits(int32_t row) const;
+  const float* output_logits(int32_t row) const { return outputs_.logits(row); }
 
   // For contexts that draft.
   bool drafts() const { return options_.target != nullptr; }
   /// Whether its blocks attend to the target's memory, which is changed through the target alone.
-  bool borrows_memory() const;
+  bool borrows_memory() const { return memory_.is_borrowed(); }
   /// Width of the states in pairs, and of those that come out.
   int32_t state_width() const;
   /// The state that the block gives for an output of the last batch: state_width() values, until the next
   /// call.
-  const float* next_state(int32_t row) const;
+  const float* next_state(int32_t row) const { return outputs_.state(row); }
   /// Fuses features of the target, [n, n_features], into states, [n, state_width()].
   void encode(const float* features, int32_t n, float* states, const Poll& poll);
   /// Selects which of several MTP blocks the next decodes compute.
@@ -91,12 +93,12 @@ class Context {
   int64_t nodes_seen() const { return nodes_seen_.load(std::memory_order_relaxed); }
 
   /// How many cells of the cache were set to zero since it was made.
-  int64_t zeroed_cells() const { return zeroed_cells_.load(std::memory_order_relaxed); }
+  int64_t zeroed_cells() const { return memory_.zeroed_cells(); }
 
   /// Whether no sequence has tokens in memory; to be asked while it is held.
-  bool is_empty() const;
+  bool is_empty() const { return memory_.is_empty(); }
 
-  // Memory. Positions are half-open ranges [p0, p1); -1 stands for "from the start" and "to the end".
+  // Memory, as KvMemory has it.
   void memory_clear();
   void memory_remove(int32_t seq, int32_t p0, int32_t p1);
   void memory_copy(int32_t from, int32_t to, int32_t p0, int32_t p1);
@@ -111,44 +113,22 @@ class Context {
   Graph reserve_graph(uint32_t n_tokens, uint32_t n_outputs);
 
  private:
-  struct LogitRow {
-    bool in_engine;
-    int32_t index;  // of the entry in the last engine call, or of the row in kept_logits_
-  };
-
   /// Runs `work`; when it is long enough, so that `poll` can end it: then it throws Interrupted.
   void interruptible(int32_t n_rows, const Poll& poll, const std::function<void()>& work);
+  /// Whether the engine computes all rows of a batch to the end, whatever is an output. It reads the first
+  /// ones then.
+  bool computes_all_rows() const;
   void run_encode(const float* features, int32_t n, float* states);
   void compute(const Batch& batch, DecodeObserver* observer, bool memory_is_scratch, const Poll& poll);
-  void validate(const Batch& batch) const;
+  void check_values(const Batch& batch) const;
   void check_drafting(const Batch& batch) const;
-  std::vector<Piece> plan(const Batch& batch, const DecodeObserver* observer, bool memory_is_scratch) const;
+  BatchRules batch_rules() const;
   void run(const Batch& batch, std::vector<Piece>& pieces, DecodeObserver* observer);
   /// False when the batch does not fit.
   bool run_piece(const Batch& batch, Piece& piece, bool one_sequence, DecodeObserver* observer);
   /// llama_encode or llama_decode; `nodes`: the callback is on. Returns the engine's status.
   int32_t call_engine(const llama_batch& batch, bool encode, bool nodes);
-  const LogitRow& output_row(int32_t row) const;
-  /// Whether the engine computes all rows of a batch to the end, whatever is an output. It reads the first
-  /// ones then.
-  bool computes_all_rows() const;
   std::string full_message(const Batch& batch, int64_t n_used) const;
-  void keep_logits();
-  void roll_back(const std::vector<int32_t>& sequences, const std::vector<int32_t>& last);
-  void note_rewindable(const Batch& batch, const std::vector<int32_t>& given,
-                       const std::vector<std::vector<int32_t>>& ubatches);
-  void note_written(bool completely);
-  /// Throws Unsupported when the model keeps none.
-  llama_memory_i* engine_memory() const;
-  /// Throws Unsupported also when it is another context's.
-  llama_memory_i* own_memory() const;
-  void check_sequence(int32_t seq) const;
-  bool can_remove_suffix(int32_t seq, int32_t p0) const;
-  Unsupported windows_lost() const;
-  std::string saved(int32_t seq, uint32_t flags = 0) const;
-  bool load(int32_t seq, const std::string& state, uint32_t flags = 0);
-  void drop(int32_t seq);
-  void clear_memory(bool zero);
   bool interrupted() const noexcept;
   bool can_stop() const noexcept;
   /// Turns on what the next engine call needs: hooks for these layers, or the callback.
@@ -158,7 +138,8 @@ class Context {
 
   std::shared_ptr<Model> model_;
   ContextOptions options_;
-  bool recurrent_;  // its memory is, in part or whole, the state of recurrent layers
+  KvMemory memory_;
+  Outputs outputs_;
   Threadpool threadpool_;
   llama_context_ptr context_;
   mutable std::mutex mutex_;
@@ -168,17 +149,7 @@ class Context {
   bool stopped_ = false;  // nothing more of the current graph is wanted
   std::atomic<bool>* interrupt_ = nullptr;
   std::vector<int32_t> hooked_layers_;
-  // By sequence: how many of its last tokens recurrent layers can take back.
-  std::vector<int32_t> rewindable_;
-  std::vector<LogitRow> logit_rows_;  // by entry of the last batch; index -1: no output
-  std::vector<float> kept_logits_;
-  std::vector<float> kept_states_;  // beside kept_logits_
-  bool has_logits_ = true;          // of the last decode
-  // The first cells of each cache that may hold anything but zeros.
-  static constexpr uint32_t kAllCells = UINT32_MAX;
-  uint32_t written_cells_ = 0;
   // Written by the thread that uses the context, read by any.
-  std::atomic<int64_t> zeroed_cells_{0};
   std::atomic<int64_t> nodes_seen_{0};
   std::atomic<double> engine_seconds_{0};
 };

@@ -9,10 +9,11 @@
 #include <utility>
 
 #include "engine/abort.hpp"
+#include "engine/context/batch_check.hpp"
 #include "engine/context/context.hpp"
+#include "engine/context/engine_batch.hpp"
 #include "engine/error.hpp"
 #include "engine/log.hpp"
-#include "engine/private/cells.hpp"
 #include "engine/private/draft_model.hpp"
 #include "engine/private/engine_context.hpp"
 #include "engine/private/ubatches.hpp"
@@ -23,53 +24,6 @@ namespace {
 
 // Below this, a decode is too short for a thread of its own to watch it.
 constexpr int32_t kWatchedRows = 16;
-
-/// The arrays behind a llama_batch of some entries of a Batch.
-struct EngineBatch {
-  std::vector<llama_token> tokens;
-  std::vector<float> embeddings;
-  std::vector<llama_pos> positions;
-  std::vector<int32_t> n_sequences;
-  std::vector<llama_seq_id*> sequences;
-  std::vector<int8_t> flags;
-  llama_batch view{};
-
-  EngineBatch(const Batch& batch, const Piece& piece, int32_t n_positions) {
-    const auto count = piece.rows.size();
-    std::vector<bool> flagged(static_cast<size_t>(batch.size()), false);
-    for (const int32_t row : piece.output_rows) flagged[row] = true;
-    for (const int32_t row : piece.rows) {
-      if (batch.has_embeddings()) {
-        embeddings.insert(embeddings.end(), batch.embedding(row), batch.embedding(row) + batch.n_embd());
-      }
-      if (batch.has_tokens()) tokens.push_back(batch.tokens()[row]);
-      positions.push_back(batch.positions()[row]);
-      const auto& of_row = batch.sequences()[row];
-      n_sequences.push_back(static_cast<int32_t>(of_row.size()));
-      // The engine's interface is not const-correct; it only reads.
-      sequences.push_back(const_cast<llama_seq_id*>(of_row.data()));
-      flags.push_back(flagged[row] ? 1 : 0);
-    }
-    if (!batch.has_tokens() && n_positions > 1) {
-      // M-RoPE takes sections of positions; text has the same in the first three and 0 in the last.
-      const auto text = positions;
-      for (int32_t section = 1; section < n_positions; ++section) {
-        if (section == 3) {
-          positions.insert(positions.end(), count, 0);
-        } else {
-          positions.insert(positions.end(), text.begin(), text.end());
-        }
-      }
-    }
-    view.n_tokens = static_cast<int32_t>(count);
-    view.token = batch.has_tokens() ? tokens.data() : nullptr;
-    view.embd = batch.has_embeddings() ? embeddings.data() : nullptr;
-    view.pos = positions.data();
-    view.n_seq_id = n_sequences.data();
-    view.seq_id = sequences.data();
-    view.logits = flags.data();
-  }
-};
 
 std::vector<int32_t> sequences_of(const Batch& batch) {
   std::set<int32_t> all;
@@ -93,9 +47,9 @@ void Context::decode_scratch(const Batch& batch, DecodeObserver& observer, const
     Context& context;
     bool all_finite = false;
     ~Clear() {
-      context.logit_rows_.clear();
+      context.outputs_.clear();
       if (context.broken_ || !context.has_memory()) return;
-      context.clear_memory(/*zero=*/!all_finite);
+      context.memory_.empty(/*zero=*/!all_finite);
     }
   };
   Clear clear{*this};
@@ -103,13 +57,55 @@ void Context::decode_scratch(const Batch& batch, DecodeObserver& observer, const
   clear.all_finite = observer.all_finite();
 }
 
+void Context::check_values(const Batch& batch) const {
+  if (batch.size() == 0) return;
+  if (drafts()) {
+    check_drafting(batch);
+  } else if (batch.has_embeddings()) {
+    if (batch.has_tokens()) throw InvalidInput("only a context that drafts takes states beside tokens");
+    if (!model_->takes_embeddings()) {
+      throw Unsupported("the engine computes " + model_->arch() + " of tokens only, not of embeddings");
+    }
+    if (batch.n_embd() != model_->n_embd_input()) {
+      throw InvalidInput("embeddings must be " + std::to_string(model_->n_embd_input()) + " wide, not " +
+                         std::to_string(batch.n_embd()));
+    }
+  }
+}
+
+BatchRules Context::batch_rules() const {
+  BatchRules rules;
+  rules.n_vocab = model_->vocab().size();
+  rules.position_limit = model_->position_limit();
+  rules.n_positions = model_->n_positions();
+  rules.n_swa = model_->n_swa();
+  rules.n_seq_max = options_.n_seq_max;
+  rules.n_batch = n_batch();
+  rules.n_ubatch = n_ubatch();
+  rules.n_outputs_max = options_.n_outputs_max;
+  rules.has_memory = has_memory();
+  rules.at_once = at_once();
+  rules.kv_unified = options_.kv_unified;
+  rules.shares_entries = shares_entries();
+  rules.computes_all_rows = computes_all_rows();
+  return rules;
+}
+
 void Context::compute(const Batch& batch, DecodeObserver* observer, bool memory_is_scratch,
                       const Poll& poll) {
-  validate(batch);
-  auto pieces = plan(batch, observer, memory_is_scratch);
-  logit_rows_.assign(static_cast<size_t>(batch.size()), LogitRow{false, -1});
-  kept_logits_.clear();
-  kept_states_.clear();
+  check_values(batch);
+  const auto rules = batch_rules();
+  check_batch(batch, rules, [&](int32_t seq) { return memory_.last_or_none(seq); });
+  PlanWishes wishes;
+  if (observer != nullptr) {
+    wishes.scratch = memory_is_scratch;
+    wishes.may_stop = memory_is_scratch || observer->stop_keeps_memory();
+    for (int32_t row = 0; row < batch.size(); ++row) {
+      wishes.needs_last_block.push_back(observer->needs_last_block(row));
+    }
+  }
+  auto pieces = plan_batch(batch, rules, wishes);
+  outputs_.begin(static_cast<size_t>(batch.size()));
   interruptible(batch.size(), poll, [&] { run(batch, pieces, observer); });
 }
 
@@ -136,10 +132,10 @@ void Context::run(const Batch& batch, std::vector<Piece>& pieces, DecodeObserver
   const auto sequences = sequences_of(batch);
   std::vector<int32_t> last;
   for (const int32_t seq : sequences) {
-    last.push_back(has_memory() ? llama_memory_seq_pos_max(llama_get_memory(context_.get()), seq) : -1);
+    last.push_back(memory_.last_or_none(seq));
   }
   nodes_seen_ = 0;
-  const int64_t n_used = has_memory() ? Cells(context_.get()).used() : 0;
+  const int64_t n_used = memory_.used_cells();
   try {
     for (auto& piece : pieces) {
       if (!run_piece(batch, piece, sequences.size() == 1, observer)) {
@@ -148,8 +144,8 @@ void Context::run(const Batch& batch, std::vector<Piece>& pieces, DecodeObserver
     }
   } catch (...) {
     observer_ = nullptr;
-    logit_rows_.clear();
-    if (!broken_) roll_back(sequences, last);
+    outputs_.clear();
+    if (!broken_) memory_.roll_back(sequences, last);
     throw;
   }
 }
@@ -195,7 +191,7 @@ bool Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, Dec
     }
   }
 
-  keep_logits();
+  outputs_.keep();
   if (observer != nullptr) observer->begin(piece);
   observer_ = observer;
   observer_error_ = nullptr;
@@ -203,22 +199,20 @@ bool Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, Dec
   const LogScope log;
   const int32_t status = call_engine(engine_batch.view, model_->is_encoder(), nodes);
   observer_ = nullptr;
-  if (has_memory() && !borrows_memory()) note_written(status == 0);
+  if (has_memory() && !borrows_memory()) memory_.note_written(status == 0);
   if (observer_error_) std::rethrow_exception(std::exchange(observer_error_, nullptr));
   if (interrupted() || status == 2) throw Interrupted();
   if (status == 1) return false;
   if (status == -1) throw InvalidInput("the engine refuses the batch: " + log.text());
   if (status != 0)
     throw EngineFailed("decode failed with status " + std::to_string(status) + ": " + log.text());
-  note_rewindable(batch, given, ubatches);
+  memory_.note_rewindable(batch, given, ubatches);
   for (const int32_t layer : hooks) observer->hooked(layer, internals::hooked_rows(context_.get(), layer));
   if (observer != nullptr) observer->end();
   if (piece.may_stop) return true;
-  has_logits_ = internals::computed_graph(context_.get()).has_logits();
-  if (!has_logits_) return true;
+  outputs_.set_head(internals::computed_graph(context_.get()).has_logits());
   for (size_t index = 0; index < given.size(); ++index) {
-    const int32_t row = given[index];
-    if (batch.outputs()[row]) logit_rows_[row] = {true, static_cast<int32_t>(index)};
+    if (batch.outputs()[given[index]]) outputs_.set(given[index], static_cast<int32_t>(index));
   }
   return true;
 }
@@ -250,77 +244,6 @@ std::string Context::full_message(const Batch& batch, int64_t n_used) const {
          (options_.kv_unified ? "" : "a sequence ") + "(n_ctx); its sequences hold " +
          std::to_string(n_used) + " and the batch brings " + std::to_string(batch.size()) +
          "; remove sequences or make a larger context";
-}
-
-void Context::note_rewindable(const Batch& batch, const std::vector<int32_t>& given,
-                              const std::vector<std::vector<int32_t>>& ubatches) {
-  for (const auto& ubatch : ubatches) {
-    std::vector<int32_t> rows(options_.n_seq_max, 0);
-    for (const int32_t index : ubatch) {
-      for (const int32_t seq : batch.sequences()[given[index]]) ++rows[seq];
-    }
-    for (size_t seq = 0; seq < rows.size(); ++seq) {
-      if (rows[seq] > 0) rewindable_[seq] = std::min(rows[seq] - 1, static_cast<int32_t>(options_.n_rs_seq));
-    }
-  }
-}
-
-void Context::keep_logits() {
-  const auto n_vocab = static_cast<size_t>(model_->vocab().size());
-  for (auto& row : logit_rows_) {
-    if (!row.in_engine) continue;
-    const float* values = llama_get_logits_ith(context_.get(), row.index);
-    if (drafts()) {
-      const float* state = internals::next_state(context_.get(), row.index);
-      kept_states_.insert(kept_states_.end(), state, state + state_width());
-    }
-    row = {false, static_cast<int32_t>(kept_logits_.size() / n_vocab)};
-    kept_logits_.insert(kept_logits_.end(), values, values + n_vocab);
-  }
-}
-
-void Context::copy_logits(int32_t row, float* target) const {
-  const ContextLock lock = hold();
-  const float* values = output_logits(row);
-  std::copy(values, values + model_->vocab().size(), target);
-}
-
-const Context::LogitRow& Context::output_row(int32_t row) const {
-  const auto n = static_cast<int32_t>(logit_rows_.size());
-  if (n == 0) throw InvalidInput("there are no logits: nothing was decoded yet, or the last decode failed");
-  if (!has_logits_) throw Unsupported(model_->arch() + " models have no output head, so there are no logits");
-  if (row < 0) row += n;
-  if (row < 0 || row >= n) {
-    throw InvalidInput("row " + std::to_string(row) + " is not in the last batch of " + std::to_string(n));
-  }
-  const auto& found = logit_rows_[row];
-  if (found.index < 0) {
-    throw InvalidInput("row " + std::to_string(row) +
-                       " of the last batch was not an output; add it with output=True");
-  }
-  return found;
-}
-
-const float* Context::output_logits(int32_t row) const {
-  const auto& found = output_row(row);
-  const auto n_vocab = static_cast<size_t>(model_->vocab().size());
-  const float* values = found.in_engine ? llama_get_logits_ith(context_.get(), found.index)
-                                        : kept_logits_.data() + static_cast<size_t>(found.index) * n_vocab;
-  if (values == nullptr) throw EngineFailed("the engine has no logits for row " + std::to_string(row));
-  return values;
-}
-
-void Context::roll_back(const std::vector<int32_t>& sequences, const std::vector<int32_t>& last) {
-  if (!has_memory() || borrows_memory()) return;
-  auto* memory = llama_get_memory(context_.get());
-  for (size_t i = 0; i < sequences.size(); ++i) {
-    if (llama_memory_seq_pos_max(memory, sequences[i]) == last[i]) continue;
-    const int32_t end = last[i] + 1;
-    if (end == 0 || recurrent_ || !can_remove_suffix(sequences[i], end) ||
-        !llama_memory_seq_rm(memory, sequences[i], end, -1)) {
-      drop(sequences[i]);
-    }
-  }
 }
 
 bool Context::interrupted() const noexcept {

@@ -3,18 +3,12 @@
 #include <cstdint>
 #include <vector>
 
+#include "engine/context/batch_plan.hpp"
 #include "engine/context/graph.hpp"
 
 struct ggml_tensor;
 
 namespace llamatap {
-
-/// One engine call of a decode: which entries of the batch it computes, in the order in which it does.
-struct Piece {
-  std::vector<int32_t> rows;         // all entries
-  std::vector<int32_t> output_rows;  // those that pass through the whole last block
-  bool may_stop = false;             // nothing after what the observer wants is needed
-};
 
 /// Sees the states of a decode. Through the graph's callback: node by node, while they are computed, with the
 /// choice to end there. Or through the engine's hooks, which copy the inputs of layers without a stop between
