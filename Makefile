@@ -3,8 +3,9 @@
 # make test-peers  tests with libraries that want environments of their own: speculators, SpecForge, lm-eval
 # make test-lm-eval  lm-eval alone, scoring a model through the server
 # make test-ray  data sets by workers of Ray (installs Ray)
+# make test-cpp  the native core's pure logic alone, without a model; part of make test
 # make test-page  runs the tests of the server's page in a browser
-# make lint    ruff, mypy, clang-format, stubs
+# make lint    ruff, mypy, clang-format, clang-tidy, stubs
 # make bench   measures; prints ratios, writes bench/results/
 # make fidelity          every layer against transformers; writes docs/fidelity.md
 # make bench-drafting    speed against the engine's own drafting; writes bench/results/
@@ -28,7 +29,7 @@ export LLAMATAP_CACHE ?= $(abspath $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamat
 export CCACHE_BASEDIR ?= /
 export CCACHE_NOHASHDIR ?= true
 
-.PHONY: demo test test-peers test-lm-eval test-ray test-page architectures lint format stubs bench bench-drafting bench-server dev package golden fidelity bench-transformers neighbours debug sanitize clean
+.PHONY: demo test test-cpp test-peers test-lm-eval test-ray test-page architectures lint format stubs bench bench-drafting bench-server dev package golden fidelity bench-transformers neighbours debug sanitize clean
 
 # Debian keeps venv and the headers in packages of their own.
 define HAVE_PYTHON
@@ -72,8 +73,27 @@ $(ARCHS): $(VENV)/.installed tests/archs/CMakeLists.txt tests/archs/load_backend
 	touch $@
 
 # Files of tests go to as many processes as there are cores.
-test: $(VENV)/.installed $(ARCHS)
+test: $(VENV)/.installed $(ARCHS) test-cpp
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
+
+# doctest, as Debian packs it.
+.PHONY: doctest
+doctest:
+	@echo '#include <doctest/doctest.h>' | $${CXX:-c++} -E -x c++ - >/dev/null 2>&1 || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update -qq && apt-get install -y -qq --no-install-recommends doctest-dev; \
+	  else \
+	    echo "doctest is needed: apt-get install doctest-dev"; \
+	    exit 1; \
+	  fi; }
+
+# The folder that the package was compiled in: its objects serve tests and clang-tidy.
+CORE_BUILD = $(firstword $(wildcard build/$(shell $(BIN)/python -c "import sys; print('cp%d%d' % sys.version_info[:2])")-*-Release))
+
+test-cpp: $(VENV)/.installed | doctest
+	$(BIN)/cmake "$(CORE_BUILD)" >/dev/null
+	$(BIN)/cmake --build "$(CORE_BUILD)" --target llamatap_tests
+	"$(CORE_BUILD)/llamatap_tests"
 
 # The library that trains drafters against a server of ours: `make test-peers TORCH=...` chooses its torch.
 .venv-speculators/.installed: | python
@@ -145,14 +165,15 @@ architectures: $(ARCHS)
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $$(find csrc -name '*.cpp' -o -name '*.hpp')
+	$(BIN)/clang-format --dry-run --Werror $$(find csrc tests/cpp -name '*.cpp' -o -name '*.hpp')
+	$(BIN)/python $(BIN)/run-clang-tidy.py -clang-tidy-binary $(BIN)/clang-tidy -p "$(CORE_BUILD)" -quiet '/csrc/'
 	$(BIN)/mypy
 	$(BIN)/python tools/stubs.py --check
 
 format: $(VENV)/.tools
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(find csrc -name '*.cpp' -o -name '*.hpp')
+	$(BIN)/clang-format -i $$(find csrc tests/cpp -name '*.cpp' -o -name '*.hpp')
 
 stubs: $(VENV)/.installed
 	$(BIN)/python tools/stubs.py
