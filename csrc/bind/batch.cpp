@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "bind/bind.hpp"
+#include "bind/integers.hpp"
 #include "engine/error.hpp"
 
 namespace llamatap::bind {

@@ -6,7 +6,6 @@ namespace llamatap::bind {
 
 namespace {
 
-using Floats = py::array_t<float, py::array::c_style>;
 using Doubles = py::array_t<double>;
 
 /// (log-probabilities [rows], most likely ids [rows, n_top], their log-probabilities [rows, n_top])

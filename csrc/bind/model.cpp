@@ -30,6 +30,54 @@ std::map<std::string, Value> to_python(const Metadata& metadata) {
   return result;
 }
 
+using Bound = py::class_<Model, std::shared_ptr<Model>>;
+
+void def_tokenizer(Bound& bound) {
+  bound
+      .def(
+          "tokenize",
+          [](const Model& model, const py::bytes& utf8, bool add_special, bool parse_special) {
+            const std::string text = utf8;
+            std::vector<int32_t> tokens;
+            {
+              const GilReleased released;
+              tokens = model.vocab().tokenize(text, add_special, parse_special);
+            }
+            return to_array(tokens);
+          },
+          py::arg("utf8"), py::arg("add_special"), py::arg("parse_special"))
+      .def(
+          "detokenize",
+          [](const Model& model, const Ints& tokens, bool remove_special, bool unparse_special) {
+            return py::bytes(model.vocab().detokenize(to_vector(tokens), remove_special, unparse_special));
+          },
+          py::arg("tokens").noconvert(), py::arg("remove_special"), py::arg("unparse_special"))
+      .def(
+          "piece",
+          [](const Model& model, int32_t token, bool special) {
+            return py::bytes(model.vocab().piece(token, special));
+          },
+          py::arg("token"), py::arg("special"))
+      .def(
+          "token_text",
+          [](const Model& model, int32_t token) { return py::bytes(model.vocab().text(token)); },
+          py::arg("token"))
+      .def(
+          "find_tokens",
+          [](const Model& model, const std::vector<std::string>& texts) {
+            const GilReleased released;
+            return model.vocab().find(texts);
+          },
+          py::arg("texts"), "For each text the token that the file spells so, if there is one.")
+      .def(
+          "is_end_of_generation",
+          [](const Model& model, int32_t token) { return model.vocab().is_end_of_generation(token); },
+          py::arg("token"))
+      .def(
+          "is_control", [](const Model& model, int32_t token) { return model.vocab().is_control(token); },
+          py::arg("token"));
+}
+
 }  // namespace
 
 void register_model(py::module_& module) {
@@ -46,9 +94,9 @@ void register_model(py::module_& module) {
       },
       py::arg("path"), "The metadata of a GGUF file, without arrays of more than 1,024 elements.");
 
-  py::class_<Model, std::shared_ptr<Model>> model(module, "Model", "A loaded model.");
-  seal(model);
-  model
+  Bound bound(module, "Model", "A loaded model.");
+  seal(bound);
+  bound
       .def_static(
           "load",
           [](const py::bytes& given_path, int32_t n_gpu_layers, bool use_mmap, bool load_mtp, bool vocab_only,
@@ -101,48 +149,6 @@ void register_model(py::module_& module) {
           },
           py::arg("name") = py::none())
       .def(
-          "tokenize",
-          [](const Model& model, const py::bytes& utf8, bool add_special, bool parse_special) {
-            const std::string text = utf8;
-            std::vector<int32_t> tokens;
-            {
-              const GilReleased released;
-              tokens = model.vocab().tokenize(text, add_special, parse_special);
-            }
-            return to_array(tokens);
-          },
-          py::arg("utf8"), py::arg("add_special"), py::arg("parse_special"))
-      .def(
-          "detokenize",
-          [](const Model& model, const Ints& tokens, bool remove_special, bool unparse_special) {
-            return py::bytes(model.vocab().detokenize(to_vector(tokens), remove_special, unparse_special));
-          },
-          py::arg("tokens").noconvert(), py::arg("remove_special"), py::arg("unparse_special"))
-      .def(
-          "piece",
-          [](const Model& model, int32_t token, bool special) {
-            return py::bytes(model.vocab().piece(token, special));
-          },
-          py::arg("token"), py::arg("special"))
-      .def(
-          "token_text",
-          [](const Model& model, int32_t token) { return py::bytes(model.vocab().text(token)); },
-          py::arg("token"))
-      .def(
-          "find_tokens",
-          [](const Model& model, const std::vector<std::string>& texts) {
-            const GilReleased released;
-            return model.vocab().find(texts);
-          },
-          py::arg("texts"), "For each text the token that the file spells so, if there is one.")
-      .def(
-          "is_end_of_generation",
-          [](const Model& model, int32_t token) { return model.vocab().is_end_of_generation(token); },
-          py::arg("token"))
-      .def(
-          "is_control", [](const Model& model, int32_t token) { return model.vocab().is_control(token); },
-          py::arg("token"))
-      .def(
           "token_embeddings",
           [](const Model& model, const Ints& tokens) {
             const auto ids = to_vector(tokens);
@@ -157,6 +163,7 @@ void register_model(py::module_& module) {
             return py::array_t<float>({rows, width}, values.data());
           },
           py::arg("tokens").noconvert());
+  def_tokenizer(bound);
 }
 
 }  // namespace llamatap::bind

@@ -7,9 +7,9 @@
 namespace llamatap::bind {
 
 void register_sampler(py::module_& module) {
-  py::class_<Sampler> sampler(module, "Sampler", "The engine's sampler chain.");
-  seal(sampler);
-  sampler
+  py::class_<Sampler> bound(module, "Sampler", "The engine's sampler chain.");
+  seal(bound);
+  bound
       .def(py::init([](const std::shared_ptr<Model>& model, float temperature, int32_t top_k, float top_p,
                        float min_p, float repeat_penalty, float frequency_penalty, float presence_penalty,
                        int32_t penalty_last_n, uint32_t seed,
