@@ -1,7 +1,8 @@
 # make demo        sets up everything and shows what the project does
 # make test        sets up everything and runs the tests
+# make test-cpp    runs the C++ tests of the core's pure logic alone; part of make test
 # make test-page   runs the tests of the server's page in a browser
-# make lint        ruff, mypy, import-linter, clang-format, stubs
+# make lint        ruff, mypy, import-linter, clang-format, clang-tidy, stubs
 # make format      ruff's and clang-format's automatic fixes
 # make stubs       writes python/llamatap/_core.pyi, after a change to csrc/bind
 # make bench       prints ratios to a plain decode, writes bench/results/
@@ -24,7 +25,7 @@ export LLAMATAP_CACHE ?= $(abspath $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamat
 export CCACHE_BASEDIR ?= /
 export CCACHE_NOHASHDIR ?= true
 
-.PHONY: demo test test-page architectures lint format stubs bench bench-drafting dev package clean
+.PHONY: demo test test-cpp test-page architectures lint format stubs bench bench-drafting dev package clean
 
 # On Debian, venv and the headers are separate packages.
 define HAVE_PYTHON
@@ -83,8 +84,27 @@ $(SPECULATIVE): $(VENV)/.installed bench/peer/CMakeLists.txt tests/archs/load_ba
 	$(call ENGINE_PROGRAM,bench/peer,build/peer,peers)
 
 # One process a core; each takes whole test files.
-test: $(VENV)/.installed $(ARCHS)
+test: $(VENV)/.installed $(ARCHS) test-cpp
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
+
+# doctest, from Debian's packages.
+.PHONY: doctest
+doctest:
+	@echo '#include <doctest/doctest.h>' | $${CXX:-c++} -E -x c++ - >/dev/null 2>&1 || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update -qq && apt-get install -y -qq --no-install-recommends doctest-dev; \
+	  else \
+	    echo "doctest is needed: apt-get install doctest-dev"; \
+	    exit 1; \
+	  fi; }
+
+# The folder that the package was compiled in: its objects serve tests and clang-tidy.
+CORE_BUILD = $(firstword $(wildcard build/$(shell $(BIN)/python -c "import sys; print('cp%d%d' % sys.version_info[:2])")-*-Release))
+
+test-cpp: $(VENV)/.installed | doctest
+	$(BIN)/cmake "$(CORE_BUILD)" >/dev/null
+	$(BIN)/cmake --build "$(CORE_BUILD)" --target llamatap_tests
+	"$(CORE_BUILD)/llamatap_tests"
 
 # A browser and its driver, from Debian's packages.
 .PHONY: browser
@@ -107,7 +127,8 @@ architectures: $(ARCHS)
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $$(find csrc -name '*.cpp' -o -name '*.hpp')
+	$(BIN)/clang-format --dry-run --Werror $$(find csrc tests/cpp -name '*.cpp' -o -name '*.hpp')
+	$(BIN)/python $(BIN)/run-clang-tidy.py -clang-tidy-binary $(BIN)/clang-tidy -p "$(CORE_BUILD)" -quiet '/csrc/'
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/stubs.py --check
@@ -115,7 +136,7 @@ lint: $(VENV)/.installed
 format: $(VENV)/.tools
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(find csrc -name '*.cpp' -o -name '*.hpp')
+	$(BIN)/clang-format -i $$(find csrc tests/cpp -name '*.cpp' -o -name '*.hpp')
 
 stubs: $(VENV)/.installed
 	$(BIN)/python tools/stubs.py
