@@ -1,21 +1,15 @@
-"""The native core's structure: data flows engine -> capture -> draft -> bind, read from the #include lines."""
+"""The core's structure: data flows engine -> capture -> draft -> bind, read from the #include lines."""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve()
-while not (ROOT / "csrc").is_dir():
-    ROOT = ROOT.parent
-CSRC = ROOT / "csrc"
-sys.path.insert(0, str(ROOT / "tools"))
-
 from mutations import MUTATIONS, Mutation
+from support.paths import ROOT
+
+CSRC = ROOT / "csrc"
 
 #: Each folder may include those before it and itself.
 ORDER = ["engine", "capture", "draft", "bind"]
