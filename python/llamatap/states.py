@@ -25,7 +25,7 @@ from llamatap.storage.atomic_writes import atomic_path
 from llamatap.storage.model_files import ModelFiles
 from llamatap.storage.safetensors_metadata import JSON_KEYS, from_metadata, to_metadata
 
-__all__ = ["DTYPES", "Source", "States", "check_finite", "dtype_name", "write_tensors"]
+__all__ = ["DTYPES", "Source", "States", "array_facts", "check_finite", "dtype_name", "write_tensors"]
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -78,6 +78,17 @@ def typed_view(array: NDArray[Any], name: str) -> NDArray[Any]:
     return array.view(DTYPES[name]) if name == "bfloat16" else array
 
 
+def array_facts(layers: Sequence[LayerId], dtype: str) -> dict[str, Any]:
+    """Provenance that tells what an array of states holds: its layers, how they are numbered, its dtype."""
+    return {
+        "layers": list(layers),
+        "convention": "llamatap: id i is the residual stream that enters block i, n the one after "
+        'the last block, both without the final norm; "norm" is norm(H_n)',
+        "norm": ["post" if layer == "norm" else "pre" for layer in layers],
+        "dtype": dtype,
+    }
+
+
 class Source:
     """Origin of the states of a context: the model's files, and the provenance that all its states share."""
 
@@ -122,6 +133,11 @@ class States:
         self.__dict__.update(state)
         self.array.flags.writeable = self.tokens.flags.writeable = False  # which copies and pickles forget
 
+    @property
+    def n_layer(self) -> int:
+        """The number of blocks of the model: the id of the last layer before the final norm."""
+        return self._n_layer
+
     @functools.cached_property
     def provenance(self) -> dict[str, Any]:
         """Where the states come from and what they are.
@@ -137,11 +153,7 @@ class States:
         """
         return {
             **(self._source.facts if self._source is not None else {}),
-            "layers": list(self.layers),
-            "convention": "llamatap: id i is the residual stream that enters block i, n the one after "
-            'the last block, both without the final norm; "norm" is norm(H_n)',
-            "norm": ["post" if layer == "norm" else "pre" for layer in self.layers],
-            "dtype": dtype_name(self.array.dtype),
+            **array_facts(self.layers, dtype_name(self.array.dtype)),
             **self._details,
         }
 

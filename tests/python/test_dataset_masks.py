@@ -14,8 +14,8 @@ from tiny import TinyLlama, write_vocabulary
 
 import llamatap as lt
 from llamatap.chat import template as chat_templates
-from llamatap.dataset._turns import Turn, assistant_turns
-from llamatap.dataset.samples import Preparation, Preparer, prepare
+from llamatap.dataset.masks.assistant_turns import Turn, assistant_turns
+from llamatap.dataset.rows_to_samples import Preparation, Preparer, prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARIES = ROOT / "vendor" / "llama.cpp" / "models"
@@ -66,7 +66,7 @@ def pieces(template: str, messages: list[dict[str, Any]]) -> list[tuple[str, str
     """What is said in each turn, and what ends it."""
     text, turns = rendered(template, messages)
     return [
-        (text[turn.start : turn.said], None if turn.end is None else text[turn.said : turn.end])
+        (text[turn.start : turn.text_end], None if turn.end is None else text[turn.text_end : turn.end])
         for turn in turns
     ]
 
@@ -148,16 +148,16 @@ def test_content_in_parts() -> None:
         (
             "{% for m in messages | reverse %}{{ m.content }};{% endfor %}"
             "{% if add_generation_prompt %}<a>{% endif %}",
-            "message 1: .*earlier messages otherwise",
+            "message 1: .*earlier messages differently",
         ),
         # It has no prompt, and its last character is not where that would be.
         (
             "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}$",
-            "message 1: .*earlier messages otherwise",
+            "message 1: .*earlier messages differently",
         ),
         (
             "{% for m in messages %}{{ m.content }}{{ m.content | length }};{% endfor %}",
-            "another text around marks",
+            "another text once markers",
         ),
         (
             "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}<a>{{ m.content }}"
@@ -167,7 +167,7 @@ def test_content_in_parts() -> None:
         ),
         (
             "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}",
-            "holds what others say",
+            "holds text of another role",
         ),
     ],
 )
@@ -421,7 +421,7 @@ def test_headers_that_no_prompt_ends_with(smollm2: lt.Model) -> None:
         ({}, "message 1 says nothing"),
         ({"content": None}, "message 1 says nothing"),
         ({"value": "Yo"}, "message 1"),
-        ({"content": [{"type": "image"}]}, "knows of texts alone, and message 1 has"),
+        ({"content": [{"type": "image"}]}, "takes text only, and message 1 has"),
     ],
 )
 def test_nobody_learns_to_say_none(smollm2: lt.Model, content: dict[str, Any], why: str) -> None:

@@ -18,7 +18,7 @@ from chats import AGAIN, ANSWER, ASKED, FIRST, SHAPES, TOOLS, Message, result, s
 from tiny import write_vocabulary
 
 import llamatap as lt
-from llamatap.dataset.samples import Preparation, prepare
+from llamatap.dataset.rows_to_samples import Preparation, prepare
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "vendor" / "llama.cpp" / "models" / "templates"
 NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
@@ -317,7 +317,7 @@ def test_turns_that_others_and_the_assistant_quote(case: Case) -> None:
     messages = [user(f"quarn{quoted}mollif"), says(f"blenth{quoted}strenk"), user(f"zubbel{quoted}"), ANSWER]
     if case.name == "CohereForAI-c4ai-command-r-plus-tool_use":
         # Where a turn begins shows in nothing but the words that begin it.
-        with pytest.raises(lt.InvalidInputError, match="earlier messages otherwise"):
+        with pytest.raises(lt.InvalidInputError, match="earlier messages differently"):
             case.runs(messages)
         return
     found = case.runs(messages)

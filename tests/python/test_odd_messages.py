@@ -14,7 +14,7 @@ from serving import running, tiny_options
 from tiny import TinyLlama, write_vocabulary
 
 import llamatap as lt
-from llamatap.dataset.samples import Preparation, prepare
+from llamatap.dataset.rows_to_samples import Preparation, prepare
 
 FOLDER = Path(__file__).resolve().parents[2] / "vendor" / "llama.cpp" / "models" / "templates"
 #: Templates that take much of what comes.

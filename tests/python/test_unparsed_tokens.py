@@ -16,7 +16,7 @@ import pytest
 import llamatap as lt
 from llamatap.__main__ import main
 from llamatap.chat.unparsed_tokens import _pieces, unparsed
-from llamatap.dataset.samples import Preparation, Preparer, prepare
+from llamatap.dataset.rows_to_samples import Preparation, Preparer, prepare
 
 VOCABULARIES = Path(__file__).resolve().parents[2] / "vendor" / "llama.cpp" / "models"
 TEMPLATES = sorted((VOCABULARIES / "templates").glob("*.jinja"))

@@ -1,4 +1,4 @@
-"""Writing in the background, so that computing does not wait for the disk."""
+"""Writing batches in a background thread, so that computing does not wait for the disk."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from llamatap.states import States
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Writer"]
+__all__ = ["BackgroundWriter"]
 
-#: Samples by their number, and their states.
+#: Indices of samples, and their states.
 Batch = Sequence[tuple[int, States]]
 
 
-class Writer:
-    """A thread that writes batches in the order in which they come.
+class BackgroundWriter:
+    """Thread that writes batches in the order in which they arrive.
 
     :param write: writes one sample.
-    :param wrote: called after each batch with the numbers of its samples.
-    :param room: the most batches that are computed and not written.
+    :param wrote: called after each batch with the indices of its samples.
+    :param room: the most batches that are computed and not yet written.
     """
 
     def __init__(
@@ -40,19 +40,19 @@ class Writer:
     def reserve(self) -> None:
         """Wait for room for one more batch.
 
-        :raises BaseException: what writing raised.
+        :raises BaseException: the error that writing raised.
         """
         self._room.acquire()
         if self._error is not None:
             raise self._error
 
     def put(self, batch: Batch) -> None:
-        """Have a batch written that room was reserved for."""
+        """Queue a batch, after :meth:`reserve`."""
         self._batches.put(batch)
 
     def _work(self) -> None:
         while (batch := self._batches.get()) is not None:
-            # After an error batches are dropped but still make room, for which the producer may be waiting.
+            # After an error batches are dropped, but still make room: the producer may be waiting for it.
             if self._error is None:
                 self._write_batch(batch)
             self._room.release()
@@ -75,7 +75,7 @@ class Writer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Write what is still to be written, also after an error elsewhere."""
+        """Write what is queued, also after an error elsewhere, and end the thread."""
         self._batches.put(None)
         self._thread.join()
         if error is None and self._error is not None:
