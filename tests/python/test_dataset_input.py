@@ -18,6 +18,7 @@ from pyarrow import parquet
 import llamatap as lt
 from llamatap import dataset
 from llamatap.dataset import rows_to_samples
+from llamatap.dataset.options import DatasetOptions
 
 Options = dataset.Options
 
@@ -209,5 +210,5 @@ def test_threads_are_within_the_quota(
     monkeypatch.setattr("llamatap._native._physical_cores", lambda: cores)
     monkeypatch.setattr("llamatap._system_limits.cpu_quota", lambda: quota)
     monkeypatch.setattr("llamatap.dataset.rows_to_samples.ThreadPoolExecutor", Threads)
-    rows_to_samples.prepare(tiny_model, [GOOD], rows_to_samples.Preparation(64), lambda *_: None)
+    rows_to_samples.prepare(tiny_model, [GOOD], DatasetOptions(max_length=64), lambda *_: None)
     assert made == [expected]

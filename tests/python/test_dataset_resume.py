@@ -257,7 +257,9 @@ def test_resume_of_another_model_or_input(tiny_model: lt.Model, tmp_path: Path) 
     with pytest.raises(lt.InvalidInputError, match="weights is 'f16' there and None here"):
         dataset.write(tiny_model, rows, tmp_path / "f16", resumed)
     changed = [*rows[:-1], {**rows[-1], "loss_mask": [1] * len(rows[-1]["input_ids"])}]
-    with pytest.raises(lt.InvalidInputError, match=r"samples_sha256 is .*\(samples_sha256 is the hash of token ids"):
+    with pytest.raises(
+        lt.InvalidInputError, match=r"samples_sha256 is .*\(samples_sha256 is the hash of token ids"
+    ):
         dataset.write(tiny_model, changed, tmp_path / "o", resumed)
     with pytest.raises(lt.InvalidInputError, match="holds a data set already; go on"):
         dataset.write(tiny_model, rows, tmp_path / "o", options)

@@ -18,7 +18,8 @@ from chats import AGAIN, ANSWER, ASKED, FIRST, SHAPES, TOOLS, Message, result, s
 from tiny import write_vocabulary
 
 import llamatap as lt
-from llamatap.dataset.rows_to_samples import Preparation, prepare
+from llamatap.dataset.options import DatasetOptions
+from llamatap.dataset.rows_to_samples import prepare
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "vendor" / "llama.cpp" / "models" / "templates"
 NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
@@ -166,7 +167,9 @@ def runs(
         raise error
 
     row = {"messages": messages, "tools": tools}
-    (sample,) = prepare(model, [row], Preparation(1 << 20, template=template, **options), fail).samples
+    (sample,) = prepare(
+        model, [row], DatasetOptions(max_length=1 << 20, template=template, **options), fail
+    ).samples
     found: list[tuple[str, str]] = [("", "")]
     pairs = zip(sample.loss_mask.tolist(), sample.tokens.tolist(), strict=True)
     for chosen, run in itertools.groupby(pairs, key=lambda pair: pair[0]):

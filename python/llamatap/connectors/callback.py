@@ -23,7 +23,9 @@ class CallbackConnector(Connector):
 
     def __init__(self, function: Callable[[Stored, int | None], object]) -> None:
         if not callable(function):
-            raise InvalidInputError(f"function must take arrays and an index, not be {shown(function)}")
+            raise InvalidInputError(
+                f"function must be a callable of arrays and an index, not {shown(function)}"
+            )
         self._function = function
 
     def put(self, states: States, *, index: int | None = None, loss_mask: ArrayLike | None = None) -> None:

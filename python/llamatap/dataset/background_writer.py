@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ Batch = Sequence[tuple[int, States]]
 
 
 class BackgroundWriter:
-    """Thread that writes batches in the order in which they arrive.
+    """Thread that writes batches in the order in which they arrive. After an error it writes no more.
 
     :param write: writes one sample.
     :param wrote: called after each batch with the indices of its samples.
@@ -32,41 +32,33 @@ class BackgroundWriter:
     ) -> None:
         self._write = write
         self._wrote = wrote
-        self._room = threading.Semaphore(room)
-        self._batches: SimpleQueue[Batch | None] = SimpleQueue()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="llamatap-dataset", daemon=True)
+        self._room = room
+        self._thread = ThreadPoolExecutor(1, "llamatap-dataset")
+        self._queued: deque[Future[None]] = deque()
+        self._failed = False
 
     def reserve(self) -> None:
         """Wait for room for one more batch.
 
         :raises BaseException: the error that writing raised.
         """
-        self._room.acquire()
-        if self._error is not None:
-            raise self._error
+        while self._queued and (len(self._queued) >= self._room or self._queued[0].done()):
+            self._queued.popleft().result()
 
     def put(self, batch: Batch) -> None:
         """Queue a batch, after :meth:`reserve`."""
-        self._batches.put(batch)
-
-    def _work(self) -> None:
-        while (batch := self._batches.get()) is not None:
-            # After an error batches are dropped, but still make room: the producer may be waiting for it.
-            if self._error is None:
-                self._write_batch(batch)
-            self._room.release()
+        self._queued.append(self._thread.submit(self._write_batch, batch))
 
     def _write_batch(self, batch: Batch) -> None:
-        try:
-            for index, states in batch:
-                self._write(index, states)
-            self._wrote([index for index, _ in batch])
-        except BaseException as error:
-            self._error = error
+        if self._failed:
+            return
+        self._failed = True
+        for index, states in batch:
+            self._write(index, states)
+        self._wrote([index for index, _ in batch])
+        self._failed = False
 
     def __enter__(self) -> Self:
-        self._thread.start()
         return self
 
     def __exit__(
@@ -76,7 +68,7 @@ class BackgroundWriter:
         trace: TracebackType | None,
     ) -> None:
         """Write what is queued, also after an error elsewhere, and end the thread."""
-        self._batches.put(None)
-        self._thread.join()
-        if error is None and self._error is not None:
-            raise self._error
+        self._thread.shutdown()
+        if error is None:
+            for written in self._queued:
+                written.result()

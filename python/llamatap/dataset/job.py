@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,22 +76,26 @@ class Job:
     ) -> None:
         instance("model", model, Model)
         self.model = model
-        self.options = options = options or DatasetOptions()
+        options = options or DatasetOptions()
         self._folder = DatasetFolder(Path(folder))
         layout = layout_class(options.layout)
         self.columns = plan.columns(model, options, layout)
         dtype = dtype_name(options.dtype)
         manifest = self._folder.manifest()
         resume.check_allowed(self._folder.path, manifest, options)
-        how = plan.preparation(model, options, resume.template_date(manifest, options))
+        self.options = options = replace(
+            options,
+            max_length=plan.longest_sample(model, options),
+            date=resume.template_date(manifest, options),
+        )
         self._facts = facts = self._provenance(dtype)
-        self._made_with = resume.made_with(model.path, options, how, facts)
+        self._made_with = resume.made_with(model.path, options, facts)
         # Checked before the samples are prepared, which takes long, and again with their hash.
         self._check_same(manifest)
 
         self.skipped: dict[int, str] = {}
         rows = read_rows(Path(samples)) if isinstance(samples, (str, os.PathLike)) else samples
-        prepared = prepare(model, rows, how, self._skip)
+        prepared = prepare(model, rows, options, self._skip)
         self.samples = prepared.samples
         self.n_rows, self.n_truncated = prepared.n_rows, prepared.n_truncated
         if not self.samples:

@@ -8,14 +8,20 @@ from typing import Any
 from llamatap.context import Context
 from llamatap.dataset.layouts import Layout
 from llamatap.dataset.options import DatasetOptions
-from llamatap.dataset.rows_to_samples import Preparation
 from llamatap.errors import InvalidInputError, UnsupportedError
 from llamatap.extraction.packing import most_sequences, packs
 from llamatap.layers import LayerId, default_eagle3_layers, translate_for
 from llamatap.model import Model
 from llamatap.states import array_facts
 
-__all__ = ["chosen_layers", "columns", "extractor_options", "preparation", "provenance", "sample_batches"]
+__all__ = [
+    "chosen_layers",
+    "columns",
+    "extractor_options",
+    "longest_sample",
+    "provenance",
+    "sample_batches",
+]
 
 # Samples that are packed into batches together, so that batches stay near the order of the input.
 _WINDOW = 512
@@ -53,21 +59,10 @@ def columns(model: Model, options: DatasetOptions, layout: type[Layout]) -> tupl
     return found if found[-1] == last else (*found, last)
 
 
-def preparation(model: Model, options: DatasetOptions, date: str) -> Preparation:
-    """The settings for turning rows into samples of this model.
-
-    :param date: the date that templates take for today, YYYY-MM-DD.
-    """
+def longest_sample(model: Model, options: DatasetOptions) -> int:
+    """The most tokens of a sample: ``max_length``, the context's size, or what the model was trained with."""
     limits = [options.max_length, options.context.get("n_ctx"), model.n_ctx_train, 2**31 - 1]
-    return Preparation(
-        min(limit for limit in limits if limit),
-        options.min_tokens,
-        options.min_loss_tokens,
-        options.template,
-        options.template_variables,
-        date,
-        options.supervise_empty_thoughts,
-    )
+    return min(limit for limit in limits if limit)
 
 
 def extractor_options(model: Model, options: DatasetOptions, longest: int) -> dict[str, Any]:

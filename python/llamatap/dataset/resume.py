@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from llamatap.dataset.options import DatasetOptions
-from llamatap.dataset.rows_to_samples import Preparation
 from llamatap.errors import InvalidInputError
 
 __all__ = ["SAMPLES_HASH", "check_allowed", "check_same", "made_with", "reopened_status", "template_date"]
@@ -41,12 +40,10 @@ def template_date(manifest: Mapping[str, Any] | None, options: DatasetOptions) -
     return options.date or of_manifest or datetime.date.today().isoformat()
 
 
-def made_with(
-    model_path: Path, options: DatasetOptions, how: Preparation, facts: Mapping[str, Any]
-) -> dict[str, Any]:
+def made_with(model_path: Path, options: DatasetOptions, facts: Mapping[str, Any]) -> dict[str, Any]:
     """All that determines the files of a data set, except the hash of its samples.
 
-    :param how: the settings for turning rows into samples.
+    :param options: the options, with the maximum length and the date that are used.
     :param facts: the provenance that the states of all samples share.
     :raises InvalidInputError: the model file is not the one that was loaded any more.
     """
@@ -58,12 +55,12 @@ def made_with(
     found = {
         "layout": options.layout,
         **{key: value for key, value in facts.items() if key not in ("model", "convention", "norm")},
-        "max_length": how.max_length,
+        "max_length": options.max_length,
         "min_tokens": options.min_tokens,
         "min_loss_tokens": options.min_loss_tokens,
         "template": options.template,
         "template_variables": dict(options.template_variables),
-        "date": how.date,
+        "date": options.date,
         "supervise_empty_thoughts": options.supervise_empty_thoughts,
         "batch_tokens": options.batch_tokens,
         "context": {

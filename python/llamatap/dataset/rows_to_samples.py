@@ -15,39 +15,18 @@ from numpy.typing import NDArray
 from llamatap._native import default_threads
 from llamatap.dataset.masks.conversation import ConversationMasker
 from llamatap.dataset.messages import parse_tools, read_messages
+from llamatap.dataset.options import DatasetOptions
 from llamatap.dataset.row_files import Row
 from llamatap.dataset.samples import Samples
 from llamatap.errors import Error, InvalidInputError, UnsupportedError
 from llamatap.model import Model, token_array
 
-__all__ = ["Preparation", "Prepared", "Preparer", "prepare"]
+__all__ = ["Prepared", "Preparer", "prepare"]
 
 # The most threads that prepare rows.
 _MOST_THREADS = 4
 # Rows read before the first of them is done.
 _READ_AHEAD = 256
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """Settings for turning rows into samples.
-
-    :ivar max_length: the most tokens of a sample; longer ones are truncated on the right.
-    :ivar min_tokens: rows with fewer tokens give no sample.
-    :ivar min_loss_tokens: nor do rows with fewer tokens in the loss mask, after truncation.
-    :ivar template: a chat template in place of the model's own.
-    :ivar template_variables: variables for the template, e.g. ``enable_thinking``.
-    :ivar date: the date that templates take for today, YYYY-MM-DD.
-    :ivar supervise_empty_thoughts: include the empty thoughts that a template adds in the loss mask.
-    """
-
-    max_length: int
-    min_tokens: int = 2
-    min_loss_tokens: int = 1
-    template: str | None = None
-    template_variables: Mapping[str, Any] | None = None
-    date: str | None = None
-    supervise_empty_thoughts: bool = False
 
 
 @dataclass
@@ -60,16 +39,18 @@ class Prepared:
 
 
 def prepare(
-    model: Model, rows: Iterable[Row], how: Preparation, skip: Callable[[int, Error], None]
+    model: Model, rows: Iterable[Row], options: DatasetOptions, skip: Callable[[int, Error], None]
 ) -> Prepared:
     """Turn rows into samples, in several threads.
 
+    :param options: of these, the lengths, the template, its variables and date, and
+        ``supervise_empty_thoughts`` are used; samples are not truncated without ``max_length``.
     :param skip: called with each row that gives no sample, and the reason. If it raises, the work ends.
     :raises InvalidInputError: there are no rows.
     :raises UnsupportedError: the model lacks the tokenizer or chat template that the rows need, or the
         template writes control tokens that the tokenizer splits.
     """
-    preparer = Preparer(model, how)
+    preparer = Preparer(model, options)
     samples = Samples()
     n_rows = n_truncated = 0
 
@@ -102,14 +83,14 @@ def prepare(
 class Preparer:
     """Turns one row at a time into a sample. May be shared by threads; caches facts of the vocabulary."""
 
-    def __init__(self, model: Model, how: Preparation) -> None:
+    def __init__(self, model: Model, options: DatasetOptions) -> None:
         self._model = model
-        self._how = how
-        variables = dict(how.template_variables or {})
-        if how.date is not None:
-            variables["strftime_now"] = _parse_date(how.date).strftime
+        self._options = options
+        variables = dict(options.template_variables)
+        if options.date is not None:
+            variables["strftime_now"] = _parse_date(options.date).strftime
         self._conversations = ConversationMasker(
-            model, how.template, variables, supervise_empty_thoughts=how.supervise_empty_thoughts
+            model, options.template, variables, supervise_empty_thoughts=options.supervise_empty_thoughts
         )
 
     def __call__(self, row: Row) -> tuple[NDArray[np.int32], NDArray[np.bool_], bool]:
@@ -125,10 +106,10 @@ class Preparer:
             tokens, mask = self._untruncated(row)
         except RecursionError:
             raise InvalidInputError("the row is nested too deeply") from None
-        limit = self._how.max_length
-        truncated = len(tokens) > limit
+        limit = self._options.max_length
+        truncated = limit is not None and len(tokens) > limit
         tokens, mask = tokens[:limit], mask[:limit]
-        _check_length(len(tokens), int(mask.sum()), self._how)
+        _check_length(len(tokens), int(mask.sum()), self._options)
         return tokens, mask, truncated
 
     def _untruncated(self, row: Mapping[str, Any]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
@@ -169,13 +150,13 @@ class Preparer:
         return tokens, mask.astype(np.bool_)
 
 
-def _check_length(n_tokens: int, n_loss: int, how: Preparation) -> None:
-    if n_tokens < how.min_tokens:
-        raise InvalidInputError(f"it has {n_tokens} tokens, and min_tokens is {how.min_tokens}")
-    if n_loss < how.min_loss_tokens:
+def _check_length(n_tokens: int, n_loss: int, options: DatasetOptions) -> None:
+    if n_tokens < options.min_tokens:
+        raise InvalidInputError(f"it has {n_tokens} tokens, and min_tokens is {options.min_tokens}")
+    if n_loss < options.min_loss_tokens:
         raise InvalidInputError(
             f"its loss mask holds {n_loss} of its first {n_tokens} tokens, and min_loss_tokens is "
-            f"{how.min_loss_tokens}"
+            f"{options.min_loss_tokens}"
         )
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from llamatap._validate import shown
 from llamatap.errors import InvalidInputError
@@ -56,27 +56,9 @@ def load_preset(preset: str | os.PathLike[str]) -> Preset:
                 f"there is no preset file {path}; built in are {', '.join(preset_names())}"
             ) from None
     try:
-        return Preset(**_read(data))
+        return _read(data)
     except InvalidInputError as error:
         raise InvalidInputError(f"{where}: {error}") from error
-
-
-class _Fields(TypedDict):
-    """Arguments of :class:`llamatap.presets.Preset`, from a file."""
-
-    name: str
-    description: str
-    source: str
-    model_name: str | None
-    architecture: str | None
-    n_layer: int | None
-    n_embd: int | None
-    template: str | None
-    template_variables: dict[str, Any]
-    max_length: int | None
-    convention: str
-    layers: tuple[LayerId, ...]
-    rows: Window | None
 
 
 class _Table:
@@ -137,7 +119,7 @@ class _Table:
         return InvalidInputError(f"{self.label}{key} must be {expected}, not {reprlib.repr(found)}")
 
 
-def _read(data: bytes) -> _Fields:
+def _read(data: bytes) -> Preset:
     """Read the content of a preset file.
 
     :raises InvalidInputError: it is no TOML, a key is unknown or missing, or a value is wrong.
@@ -152,18 +134,18 @@ def _read(data: bytes) -> _Fields:
     model = top.table("model", ("name", "architecture", "n_layer", "n_embd"))
     prompt = top.table("prompt", ("template", "template_variables", "max_length"))
     states = top.table("states", ("convention", "layers", "rows"), required=True)
-    return {
-        "name": name,
-        "description": top.text("description") or "",
-        "source": top.text("source") or "",
-        "model_name": model.text("name"),
-        "architecture": model.text("architecture"),
-        "n_layer": model.count("n_layer"),
-        "n_embd": model.count("n_embd"),
-        "template": prompt.text("template"),
-        "template_variables": prompt.free_table("template_variables"),
-        "max_length": prompt.count("max_length"),
-        "convention": states.required_text("convention"),
-        "layers": states.layers("layers"),
-        "rows": states.window("rows"),
-    }
+    return Preset(
+        name=name,
+        description=top.text("description") or "",
+        source=top.text("source") or "",
+        model_name=model.text("name"),
+        architecture=model.text("architecture"),
+        n_layer=model.count("n_layer"),
+        n_embd=model.count("n_embd"),
+        template=prompt.text("template"),
+        template_variables=prompt.free_table("template_variables"),
+        max_length=prompt.count("max_length"),
+        convention=states.required_text("convention"),
+        layers=states.layers("layers"),
+        rows=states.window("rows"),
+    )

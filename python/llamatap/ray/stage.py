@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from llamatap.dataset.batch_computation import nonfinite_reason
 from llamatap.dataset.options import DatasetOptions
-from llamatap.dataset.plan import chosen_layers, extractor_options, preparation
+from llamatap.dataset.plan import chosen_layers, extractor_options, longest_sample
 from llamatap.dataset.row_files import COLUMNS
 from llamatap.dataset.rows_to_samples import Preparer
 from llamatap.errors import Error, InvalidInputError
@@ -74,10 +75,10 @@ class HiddenStates:
         self._layers = chosen_layers(self._model, options)
         self._dtype = dtype_name(options.dtype)
         self._stored = np.dtype(np.uint16) if self._dtype == "bfloat16" else DTYPES[self._dtype]
+        longest = longest_sample(self._model, options)
         date = options.date or datetime.date.today().isoformat()
-        how = preparation(self._model, options, date)
-        self._preparer = Preparer(self._model, how)
-        self._extractor = Extractor(self._model, **extractor_options(self._model, options, how.max_length))
+        self._preparer = Preparer(self._model, replace(options, max_length=longest, date=date))
+        self._extractor = Extractor(self._model, **extractor_options(self._model, options, longest))
 
     def __call__(self, batch: dict[str, NDArray[Any]]) -> dict[str, Any]:
         """Compute a batch of rows.
