@@ -4,7 +4,7 @@
 # make test-lm-eval  lm-eval alone, scoring a model through the server
 # make test-ray  data sets by workers of Ray (installs Ray)
 # make test-page  runs the tests of the server's page in a browser
-# make lint    ruff, mypy, clang-format, stubs
+# make lint    ruff, mypy, import-linter, clang-format, stubs
 # make bench   measures; prints ratios, writes bench/results/
 # make fidelity          every layer against transformers; writes docs/fidelity.md
 # make bench-drafting    speed against the engine's own drafting; writes bench/results/
@@ -147,6 +147,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $$(find csrc -name '*.cpp' -o -name '*.hpp')
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	$(BIN)/python tools/stubs.py --check
 
 format: $(VENV)/.tools

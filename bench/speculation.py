@@ -26,6 +26,7 @@ import numpy as np
 from common import machine, timed, write_results
 
 import llamatap as lt
+from llamatap._native import native_of
 from llamatap.fetch import fetch
 
 TESTS = Path(__file__).parents[1] / "tests" / "python"
@@ -122,7 +123,7 @@ class Pair:
 
     def run(self, drafter: lt.Drafter | None) -> tuple[float, float]:
         """(seconds, seconds of them in the engine) of the rounds after the prompt."""
-        natives = (self.context.native, self.spec.native)
+        natives = (native_of(self.context), native_of(self.spec).context)
         events = lt.generate(
             self.context, PROMPT, drafter, max_tokens=self.n_tokens, ignore_eos=True, stream=True
         )

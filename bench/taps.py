@@ -21,6 +21,7 @@ from common import machine, timed, write_results
 from numpy.typing import NDArray
 
 import llamatap as lt
+from llamatap._native import native_of
 
 
 def main() -> None:
@@ -45,7 +46,7 @@ def main() -> None:
 
         def tapped(batch: lt.Batch, way: str) -> NDArray[Any]:
             context.memory.clear()
-            states, _ = context.native.decode_tapped(layer_map, slots, "float32", False, batch, way)
+            states, _ = native_of(context).decode_tapped(layer_map, slots, "float32", False, batch, way)
             return states
 
         def often(work: Callable[[], object], times: int) -> None:

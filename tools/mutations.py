@@ -119,14 +119,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a text that brings its BOS gets another",
-        "python/llamatap/model.py",
+        "python/llamatap/tokenizer.py",
         "tokens = tokens[1:]\n",
         "pass\n",
         "tests/python/test_model.py",
     ),
     Mutation(
         "a text that brings its EOS gets another",
-        "python/llamatap/model.py",
+        "python/llamatap/tokenizer.py",
         "tokens = tokens[:-1]\n",
         "pass\n",
         "tests/python/test_special_tokens.py",
@@ -316,7 +316,7 @@ MUTATIONS = [
     Mutation(
         "a saved state fits any weights",
         "python/llamatap/context.py",
-        '            "weights": self.model.files.sample,\n            "converted_to": self.model.weights,\n',
+        '            "weights": files_of(self.model).sample,\n            "converted_to": self.model.weights,\n',
         "",
         "tests/python/test_context.py",
     ),
@@ -337,8 +337,8 @@ MUTATIONS = [
     Mutation(
         "a dead writer's memory stays",
         "python/llamatap/connectors/shared_memory.py",
-        "            yield True\n",
-        "            yield False\n",
+        "        yield True\n",
+        "        yield False\n",
         "tests/python/test_connectors.py",
     ),
     Mutation(
@@ -449,7 +449,7 @@ MUTATIONS = [
     Mutation(
         "a forked child keeps a writer's lock",
         "python/llamatap/storage/locks.py",
-        "os.register_at_fork(after_in_child=_in_child)\n",
+        "os.register_at_fork(after_in_child=_close_in_child)\n",
         "",
         "tests/python/test_connectors.py -k fork",
     ),
@@ -463,8 +463,8 @@ MUTATIONS = [
     Mutation(
         "a living writer's sample goes with a dead one's",
         "python/llamatap/connectors/shared_memory.py",
-        "        fcntl.flock(handle, fcntl.LOCK_EX)\n        yield\n",
-        "        yield\n",
+        "        with locks.locked(writer.parent):\n",
+        "        with contextlib.nullcontext():\n",
         "tests/python/test_connectors_lifetime.py -k living",
     ),
     Mutation(
@@ -602,9 +602,9 @@ MUTATIONS = [
     ),
     Mutation(
         "extraction cannot be cancelled while the engine works",
-        "python/llamatap/extraction/extractor.py",
-        "            ],\n            self.cancelled,\n",
-        "            ],\n            None,\n",
+        "python/llamatap/extraction/compute.py",
+        "        ],\n        request.cancelled,\n",
+        "        ],\n        None,\n",
         "tests/python/test_extract_cancel.py",
     ),
     Mutation(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llamatap._native import _core, build_config
-from llamatap.context import Batch, Context, Memory, Tap
+from llamatap.context import Batch, Context
 from llamatap.drafting.drafter import (
     AnyDrafter,
     CallableDrafter,
@@ -38,15 +38,18 @@ from llamatap.errors import (
     OutOfMemoryError,
     UnsupportedError,
 )
-from llamatap.extraction.extractor import Extractor, extract
+from llamatap.extraction.api import extract
+from llamatap.extraction.extractor import Extractor
 from llamatap.generation.api import generate
 from llamatap.generation.results import Event, Generation, Stats, TokenLogprobs
 from llamatap.generation.session import Session
+from llamatap.kv_memory import Memory
 from llamatap.layers import LayerId
 from llamatap.model import Model
 from llamatap.probing import LayerProbe, Probe, probe
 from llamatap.sampler import Sampler
 from llamatap.states import States
+from llamatap.tap import Tap
 
 __version__: str = _core.build_info()["version"]
 

@@ -1,39 +1,58 @@
-"""Brings up the native core: imports it, loads the engine's back ends, passes its log lines on."""
+"""The native core: its import, its back ends, its log lines, and the one way to an object of it.
+
+A public class of Python owns an object of the core. The rest of the package gets at it through
+:func:`native_of`, never through an attribute.
+"""
 
 from __future__ import annotations
 
 import atexit
 import logging
-import math
 import os
 import platform
+from abc import abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+from llamatap._validate import NotCopied
 
 # Without this the engine installs a terminate handler that starts a debugger; it looks once, when loaded.
 _had_variable = "GGML_NO_BACKTRACE" in os.environ
 os.environ.setdefault("GGML_NO_BACKTRACE", "1")
-from llamatap import _core, _system_limits  # noqa: E402
+from llamatap import _core  # noqa: E402
 
 if not _had_variable:
     del os.environ["GGML_NO_BACKTRACE"]
 
-__all__ = [
-    "_core",
-    "build_config",
-    "default_threads",
-    "ensure_backends",
-    "flush_log",
-    "usable_cpus",
-    "within_quota",
-]
+__all__ = ["NativeOwner", "_core", "build_config", "ensure_backends", "flush_log", "native_of"]
 
 logging.getLogger("llamatap").addHandler(logging.NullHandler())
-# Messages of the engine, apart from those of the package.
+# For messages of the engine, apart from those of the package.
 _logger = logging.getLogger("llamatap.engine")
 _loaded = False
 # Before the interpreter goes down, while threads that compute can still be stopped in good order.
 atexit.register(_core.shut_down)
+
+_N = TypeVar("_N")
+
+
+class NativeOwner(NotCopied, Generic[_N]):
+    """Base of objects that own an object of the core."""
+
+    @abstractmethod
+    def _get_native(self) -> _N:
+        """The core's object, for :func:`native_of`.
+
+        :raises ClosedError: the owner was closed.
+        """
+
+
+def native_of(owner: NativeOwner[_N]) -> _N:
+    """The core's object that `owner` owns.
+
+    :raises ClosedError: the owner was closed.
+    """
+    return owner._get_native()
 
 
 def ensure_backends() -> None:
@@ -50,36 +69,6 @@ def flush_log() -> None:
     for level, text in _core.drain_log():
         if text:
             _logger.log(level, "%s", text)
-
-
-def usable_cpus() -> set[int]:
-    """The CPUs that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return set(os.sched_getaffinity(0))
-    return set(range(os.cpu_count() or 1))
-
-
-def within_quota(n_cpus: int) -> int:
-    """The number of CPUs, or as many as the CPU quota of this process pays for (1.5 CPUs: 2), whichever is
-    less."""
-    quota = _system_limits.cpu_quota()
-    return n_cpus if quota is None else max(1, min(n_cpus, math.ceil(quota)))
-
-
-def default_threads() -> int:
-    """The number of physical cores that this process may run on, within its CPU quota."""
-    return within_quota(_physical_cores())
-
-
-def _physical_cores() -> int:
-    cores = set()
-    for cpu in usable_cpus():
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        try:
-            cores.add(siblings.read_text())
-        except OSError:
-            return len(usable_cpus())
-    return len(cores)
 
 
 def build_config() -> dict[str, Any]:

@@ -6,7 +6,7 @@ import itertools
 import operator
 import os
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from llamatap.errors import InvalidInputError
 
-__all__ = ["NotCopied", "flag", "instance", "integer", "number", "path", "separate", "shown"]
+__all__ = ["NotCopied", "choice", "flag", "instance", "integer", "number", "path", "separate", "shown"]
 
 
 class _Repr(reprlib.Repr):
@@ -74,10 +74,24 @@ def flag(name: str, value: object) -> bool:
     return bool(value)
 
 
-def instance(name: str, value: object, kind: type) -> None:
-    """`value` is a `kind`."""
+def instance(name: str, value: object, kind: type, called: str | None = None) -> None:
+    """Check that `value` is a `kind`.
+
+    :param called: the name of `kind` in the error, where it is not its own.
+    """
     if not isinstance(value, kind):
-        raise InvalidInputError(f"{name} must be a {kind.__name__}, not {type(value).__name__}")
+        raise InvalidInputError(f"{name} must be a {called or kind.__name__}, not {type(value).__name__}")
+
+
+def choice(name: str, value: object, choices: Sequence[str], optional: bool = False) -> str:
+    """`value`, which is one of some strings.
+
+    :param optional: whether None may be given too, for the message.
+    """
+    if isinstance(value, str) and value in choices:
+        return value
+    *names, last = [*map(repr, choices), *(["None"] if optional else [])]
+    raise InvalidInputError(f"{name} must be {', '.join(names)} or {last}, not {shown(value)}")
 
 
 def path(name: str, value: object) -> Path:

@@ -50,13 +50,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, SupportsIndex
+from typing import Literal, Protocol, SupportsIndex, runtime_checkable
 
-from llamatap._validate import flag, instance, integer, shown
+from llamatap._validate import flag, integer, shown
 from llamatap.errors import InvalidInputError
-
-if TYPE_CHECKING:
-    from llamatap.model import Model
 
 __all__ = [
     "CONVENTIONS",
@@ -71,6 +68,31 @@ __all__ = [
 
 #: A layer of llamatap's own numbering: 0..n, negative from the end, or "norm".
 LayerId = int | Literal["norm"]
+
+
+class LayerMap(Protocol):
+    """Map of a model's layers, as far as translation needs it."""
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether there is a norm after the last block."""
+
+
+@runtime_checkable
+class LayeredModel(Protocol):
+    """A model, as far as translation needs it: :class:`llamatap.Model` is one."""
+
+    @property
+    def arch(self) -> str:
+        """The architecture, as its file names it."""
+
+    @property
+    def n_layer(self) -> int:
+        """The number of blocks."""
+
+    @property
+    def layer_map(self) -> LayerMap:
+        """Its layers."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +279,7 @@ def translate(
 
 
 def translate_for(
-    model: Model, ids: Iterable[LayerId], *, source: str = "llamatap", target: str = "llamatap"
+    model: LayeredModel, ids: Iterable[LayerId], *, source: str = "llamatap", target: str = "llamatap"
 ) -> list[LayerId]:
     """Translate layer ids between systems, for a loaded model: its depth, final norm and architecture.
 
@@ -265,9 +287,8 @@ def translate_for(
     :raises InvalidInputError: as :func:`translate`.
     :raises UnsupportedError: the model carries no single residual stream.
     """
-    from llamatap.model import Model
-
-    instance("model", model, Model)
+    if not isinstance(model, LayeredModel):
+        raise InvalidInputError(f"model must be a Model, not {type(model).__name__}")
     has_norm = model.layer_map.has_norm
     return translate(
         ids, source=source, target=target, n_layer=model.n_layer, final_norm=has_norm, arch=model.arch

@@ -10,11 +10,11 @@ from typing import TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap._native import _core
-from llamatap._validate import NotCopied, instance, integer, number, shown
+from llamatap._native import NativeOwner, _core, native_of
+from llamatap._validate import instance, integer, number, shown
 from llamatap.context import Context
 from llamatap.errors import InvalidInputError
-from llamatap.model import Model
+from llamatap.loaded_model import LoadedModel
 
 __all__ = ["Sampler", "SamplerOptions"]
 
@@ -37,7 +37,7 @@ class SamplerOptions(TypedDict, total=False):
     seed: int | None
 
 
-class Sampler(NotCopied):
+class Sampler(NativeOwner[_core.Sampler]):
     """The engine's sampler chain: logit bias, penalties, top-k, top-p, min-p, temperature, draw.
     One thread at a time: a second one gets BusyError.
 
@@ -56,7 +56,7 @@ class Sampler(NotCopied):
 
     def __init__(
         self,
-        model: Model,
+        model: LoadedModel,
         *,
         temperature: float = 0.0,
         top_k: int = 0,
@@ -69,11 +69,11 @@ class Sampler(NotCopied):
         logit_bias: Mapping[int, float] | None = None,
         seed: int | None = None,
     ) -> None:
-        instance("model", model, Model)
+        instance("model", model, LoadedModel, "Model")
         # The engine reads 2**32-1 as "draw a seed", which would not be reproducible.
         self.seed = secrets.randbits(31) if seed is None else integer("seed", seed, 0, 2**32 - 2)
         self._native = _core.Sampler(
-            model.native,
+            native_of(model),
             temperature=number("temperature", temperature),
             top_k=integer("top_k", top_k),
             top_p=number("top_p", top_p),
@@ -86,9 +86,7 @@ class Sampler(NotCopied):
             logit_bias=_biases(model, logit_bias),
         )
 
-    @property
-    def native(self) -> _core.Sampler:
-        """The core's object. Private to the package."""
+    def _get_native(self) -> _core.Sampler:
         return self._native
 
     def sample(self, context: Context, row: int = -1) -> int:
@@ -98,7 +96,7 @@ class Sampler(NotCopied):
         :raises BusyError: another thread uses this sampler or the context.
         """
         instance("context", context, Context)
-        return self._native.sample(context.native, integer("row", row))
+        return self._native.sample(native_of(context), integer("row", row))
 
     def sample_logits(self, logits: NDArray[np.float32]) -> int:
         """Draw a token from float32 ``(n_vocab,)`` logits, and take note of it.
@@ -121,7 +119,7 @@ class Sampler(NotCopied):
         self._native.reset()
 
 
-def _biases(model: Model, given: Mapping[int, float] | None) -> list[tuple[int, float]]:
+def _biases(model: LoadedModel, given: Mapping[int, float] | None) -> list[tuple[int, float]]:
     if given is None:
         return []
     if not isinstance(given, Mapping):

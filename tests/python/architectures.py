@@ -26,6 +26,7 @@ from conftest import EXACT as EXACT_ANYWHERE
 from numpy.typing import NDArray
 
 import llamatap as lt
+from llamatap._native import native_of
 
 Array = NDArray[np.float64]
 
@@ -122,7 +123,7 @@ def check_every_way(model: lt.Model, whole: NDArray[Any], tokens: list[int]) -> 
     with lt.Extractor(model, **EXACT) as extractor:
         for states, rows in zip(extractor(prompts, layers), expected, strict=True):
             assert distance(states.array, rows) < BOUND, "in a batch"
-    if not model.native.batches_sequences:
+    if not native_of(model).batches_sequences:
         return
     for unified in (True, False):
         # LongRoPE computes otherwise where a sequence has room for more than the original context.
@@ -154,14 +155,16 @@ def check_hooks(model: lt.Model, whole: NDArray[Any], tokens: list[int]) -> list
             # The second decode finds the hooks as the first one left them.
             for _ in range(2):
                 context.memory.clear()
-                states, _tokens = context.native.decode_tapped(layer_map, slots, "float32", False, batch, way)
+                states, _tokens = native_of(context).decode_tapped(
+                    layer_map, slots, "float32", False, batch, way
+                )
                 context.decode(lt.Batch.of([tokens[0]], pos0=len(tokens)))
             return states
 
     one = lt.Batch.of(tokens)
     by_hooks = tapped(one, "hooks")
     assert np.array_equal(by_hooks, tapped(one, "callback")), "hooks and callback differ"
-    if not model.native.batches_sequences:
+    if not native_of(model).batches_sequences:
         return layer_map.hooked
     several = lt.Batch()
     rows_of: list[list[int]] = [[], []]

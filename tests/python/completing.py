@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from serving import Running
 
 import llamatap as lt
+from llamatap._engine_context import EngineContext
 
 #: Untyped: requests are also wrong, and answers hold more than OpenAI's.
 Client = Any
@@ -52,13 +53,13 @@ def logprobs_by_hand(
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Let every decode of a context take so long at least."""
-    decode = lt.Context._decode
+    decode = EngineContext.decode
 
-    def slowly(context: lt.Context, batch: lt.Batch) -> None:
+    def slowly(context: EngineContext, batch: lt.Batch) -> None:
         time.sleep(seconds)
         decode(context, batch)
 
-    monkeypatch.setattr(lt.Context, "_decode", slowly)
+    monkeypatch.setattr(EngineContext, "decode", slowly)
 
 
 def wait_until_free(server: Running, seconds: float = 5) -> None:

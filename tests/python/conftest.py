@@ -11,7 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 import llamatap as lt
-from llamatap._native import _core, usable_cpus
+from llamatap._native import _core
+from llamatap._threads import usable_cpus
 from llamatap.fetch import fetch
 from llamatap.storage.atomic_writes import atomic_path
 from llamatap.storage.cache_folder import cache_folder

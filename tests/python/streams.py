@@ -10,6 +10,8 @@ from conftest import relative
 from numpy.typing import NDArray
 
 import llamatap as lt
+from llamatap._engine_context import engine_of
+from llamatap._native import native_of
 
 Way = Literal["hooks", "callback", "automatic"]
 
@@ -17,7 +19,9 @@ Way = Literal["hooks", "callback", "automatic"]
 def captured(context: lt.Context, batch: lt.Batch, way: Way) -> NDArray[np.float32]:
     """The inputs of all blocks, (rows, layers, width)."""
     layers = list(range(context.model.n_layer))
-    array, _ = context.native.decode_tapped(context._layer_map, layers, "float32", False, batch, way)
+    array, _ = native_of(context).decode_tapped(
+        engine_of(context).layer_map, layers, "float32", False, batch, way
+    )
     return array
 
 

@@ -171,14 +171,14 @@ def test_calls_that_are_none_are_refused(calls: Any) -> None:
     for content in (None, "", "Yes."):
         said = {"role": "assistant", "content": content, "tool_calls": calls}
         with pytest.raises(lt.InvalidInputError, match="message 1: tool_calls must be a list of calls"):
-            chat_templates.read(template, [*messages, said])
+            chat_templates.messages_for(template, [*messages, said])
     single = {"role": "assistant", "content": None, "function_call": calls}
     if not isinstance(calls, dict):
         with pytest.raises(lt.InvalidInputError, match="message 1: function_call must be"):
-            chat_templates.read(template, [*messages, single])
+            chat_templates.messages_for(template, [*messages, single])
 
 
 @pytest.mark.parametrize("calls", [None, [], (), ""], ids=repr)
 def test_no_calls_are_none(calls: Any) -> None:
     message = {"role": "assistant", "content": "Yes.", "tool_calls": calls}
-    assert chat_templates.read("{{ messages }}", [message]) == [message]
+    assert chat_templates.messages_for("{{ messages }}", [message]) == [message]

@@ -207,7 +207,7 @@ def test_threads_are_within_the_quota(
             made.append(max_workers)
             super().__init__(max_workers, name)
 
-    monkeypatch.setattr("llamatap._native._physical_cores", lambda: cores)
+    monkeypatch.setattr("llamatap._threads._physical_cores", lambda: cores)
     monkeypatch.setattr("llamatap._system_limits.cpu_quota", lambda: quota)
     monkeypatch.setattr("llamatap.dataset.rows_to_samples.ThreadPoolExecutor", Threads)
     rows_to_samples.prepare(tiny_model, [GOOD], DatasetOptions(max_length=64), lambda *_: None)

@@ -104,14 +104,14 @@ def test_a_drafter_says_whether_it_draws(target: Path, eagle3: Path) -> None:
 
 
 def test_a_draft_has_the_targets_threads(target: Path, eagle3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llamatap.context.default_threads", lambda: 600)
+    monkeypatch.setattr("llamatap._threads.default_threads", lambda: 600)
     with (
         lt.Model(target) as model,
         model.context(n_ctx=256, n_threads=1) as context,
         lt.SpeculativeContext(context, eagle3) as spec,
     ):
         assert spec.n_threads == 1
-    monkeypatch.setattr("llamatap.context.default_threads", lambda: 1)
+    monkeypatch.setattr("llamatap._threads.default_threads", lambda: 1)
     with (
         lt.Model(target) as model,
         model.context(n_ctx=256) as context,

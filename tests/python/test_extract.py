@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tiny import TinyLlama
 
 import llamatap as lt
+from llamatap._native import native_of
 from reference import decoder
 
 
@@ -423,12 +424,12 @@ def test_early_exit_computes_no_layer_beyond(tiny_path: Path) -> None:
         seen = []
         for layers in ([0], [2], [4]):
             lt.extract(context, tokens, layers)
-            seen.append(context.native.nodes_seen)
+            seen.append(native_of(context).nodes_seen)
         # The nodes that were come by: hardly any, half, all but the output head.
         assert seen[0] < 0.1 * seen[2]
         assert 0.4 * seen[2] < seen[1] < 0.6 * seen[2]
         context.decode(lt.Batch.of(tokens))
-        assert context.native.nodes_seen > seen[2]
+        assert native_of(context).nodes_seen > seen[2]
         context.close()
         found = lt.extract(other, tokens, [0, 3])
         assert np.array_equal(found.array, lt.extract(model, tokens, [0, 3]).array)

@@ -16,6 +16,7 @@ from tinies.rigged import by_token, cycle
 from tiny import TinyQwen3
 
 import llamatap as lt
+from llamatap._engine_context import EngineContext
 from llamatap.generation.api import GenerateOptions, generate
 from llamatap.generation.logprobs import of_logits
 from llamatap.sampler import SamplerOptions
@@ -37,13 +38,13 @@ def rigged_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lt.Model]
 def decodes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each decode of a context had."""
     found = []
-    decode = lt.Context._decode
+    decode = EngineContext.decode
 
-    def counting(context: lt.Context, batch: lt.Batch) -> None:
+    def counting(context: EngineContext, batch: lt.Batch) -> None:
         found.append(len(batch))
         decode(context, batch)
 
-    monkeypatch.setattr(lt.Context, "_decode", counting)
+    monkeypatch.setattr(EngineContext, "decode", counting)
     return found
 
 
@@ -260,13 +261,13 @@ def test_states_of_texts_are_not_those_of_prompts(
 ) -> None:
     """No row of a prompt is captured."""
     rows = []
-    decode = lt.Context._decode
+    decode = EngineContext.decode
 
-    def seeing(context: lt.Context, batch: lt.Batch) -> None:
+    def seeing(context: EngineContext, batch: lt.Batch) -> None:
         decode(context, batch)
         rows.append(0 if context.tapped is None else len(context.tapped.array))
 
-    monkeypatch.setattr(lt.Context, "_decode", seeing)
+    monkeypatch.setattr(EngineContext, "decode", seeing)
     with tiny_model.context(n_ctx=512, **EXACT) as context:
         (prompt,) = ragged(rng, tiny_model.n_vocab, [200])
         (found,) = lt.generate(context, prompt, max_tokens=4, states=states, layers=[1, -1], ignore_eos=True)

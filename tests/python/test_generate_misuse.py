@@ -20,6 +20,7 @@ from tinies.files import FILES
 from tiny import TinyLlama
 
 import llamatap
+from llamatap._native import native_of
 
 #: Untyped, for what a type checker would refuse.
 lt: Any = llamatap
@@ -54,8 +55,8 @@ def drafter(wrong: Any) -> Callable[[World], Any]:
 INVALID: dict[str, Callable[[World], Any]] = {
     "a path for a model": lambda w: lt.generate(w.model.path, PROMPT),
     "None for a model": lambda w: lt.generate(None, PROMPT),
-    "the core's context": lambda w: lt.generate(w.context.native, PROMPT),
-    "an extractor": lambda w: lt.generate(w.model.extractor, PROMPT),
+    "the core's context": lambda w: lt.generate(native_of(w.context), PROMPT),
+    "an extractor": lambda w: lt.generate(lt.Extractor(w.model), PROMPT),
     "prompts: None": prompts(None),
     "prompts: a number": prompts(5),
     "prompts: none": prompts([]),

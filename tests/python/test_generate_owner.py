@@ -14,6 +14,7 @@ import pytest
 from generating import EXACT, PROMPT, Guessing, Noting, World, is_empty, small_world
 
 import llamatap as lt
+from llamatap._native import native_of
 
 OPTIONS: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
 
@@ -108,7 +109,7 @@ def test_a_context_that_another_thread_uses_at_the_end_is_not_busy_for_ever(tiny
         next(stream)
         batch = lt.Batch.of(np.random.default_rng(0).integers(3, 259, 6000).tolist(), seq=1)
         # As a call that came in before the generation.
-        thread = threading.Thread(target=context.native.decode, args=[batch])
+        thread = threading.Thread(target=native_of(context).decode, args=[batch])
         thread.start()
         time.sleep(0.1)
         assert thread.is_alive()

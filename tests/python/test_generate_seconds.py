@@ -15,6 +15,7 @@ from generating import EXACT, Guessing, by_hand, ragged
 from tiny import TinyQwen35
 
 import llamatap as lt
+from llamatap._engine_context import EngineContext
 
 
 @dataclass
@@ -78,7 +79,7 @@ def test_every_second_is_in_its_figure(
     model = own or tiny_model
     prompts = ragged(np.random.default_rng(5), model.n_vocab, (6, 31, 9))
     texts = [[*prompt, *by_hand(model, prompt, 20)] for prompt in prompts]
-    decodes = slow(lt.Context, "_decode", 5.0)
+    decodes = slow(EngineContext, "decode", 5.0)
     kind = rewind._Saved if architecture == "qwen35" else rewind.Rollback
     saves, backs = slow(kind, "before", 300.0), slow(kind, "back", 7000.0)
     verified = slow(loop._core, "verify", 0.1)

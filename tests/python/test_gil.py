@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tiny import TinyLlama
 
 import llamatap as lt
-from llamatap._native import _core
+from llamatap._native import _core, native_of
 from llamatap.sampler import SamplerOptions
 
 #: 2**19 cells of 512 bytes: what is done to all of them takes a while.
@@ -112,11 +112,11 @@ def test_freeing_a_speculative_context_leaves_the_gil_free(
             spec = lt.SpeculativeContext(target, tiny_path, n_ctx=LARGE)
             if last == "drafter":
                 drafter = _core.speculative_drafter(
-                    spec.core, n_max=3, n_min=0, p_min=0.0, temperature=0.0, seed=0
+                    native_of(spec), n_max=3, n_min=0, p_min=0.0, temperature=0.0, seed=0
                 )
                 held.append(drafter)
             else:
-                held.append(spec.native if last == "the draft's context" else spec.core)
+                held.append(native_of(spec).context if last == "the draft's context" else native_of(spec))
             spec.close()
 
         assert leaves_the_gil_free(held.clear, prepare, attempts=5)
@@ -157,7 +157,7 @@ def test_verifying_a_draft_leaves_the_gil_free(wordy: lt.Model) -> None:
             def call(
                 sampler: lt.Sampler = sampler, distributions: NDArray[np.float32] | None = distributions
             ) -> None:
-                _core.verify(context.native, sampler.native, 0, draft, distributions, True, [])
+                _core.verify(native_of(context), native_of(sampler), 0, draft, distributions, True, [])
 
             assert leaves_the_gil_free(call)
 
@@ -206,12 +206,12 @@ def test_a_context_is_asked_how_long_it_took_while_it_computes(tiny_model: lt.Mo
     with tiny_model.context(n_ctx=4096, n_threads=1) as context:
         thread = threading.Thread(target=lambda: context.decode(lt.Batch.of([5] * 4000)))
         thread.start()
-        seconds = [context.native.engine_seconds]
+        seconds = [native_of(context).engine_seconds]
         while thread.is_alive():
-            seconds.append(context.native.engine_seconds)
+            seconds.append(native_of(context).engine_seconds)
             time.sleep(0.001)
         thread.join()
-        seconds.append(context.native.engine_seconds)
+        seconds.append(native_of(context).engine_seconds)
         assert seconds == sorted(seconds)
         assert seconds[-1] > 0
 

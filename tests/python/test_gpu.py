@@ -13,6 +13,7 @@ from streams import check_streams
 from tiny import TinyLlama
 
 import llamatap as lt
+from llamatap._native import native_of
 from reference import decoder
 
 pytestmark = pytest.mark.skipif(
@@ -92,7 +93,7 @@ def test_hooks_and_callback_give_the_same_bits(
     with model.context(n_ctx=256, n_ubatch=16) as context:
         for way in ("callback", "hooks", "automatic"):
             context.memory.clear()
-            array, _ = context.native.decode_tapped(
+            array, _ = native_of(context).decode_tapped(
                 model.layer_map, [0, 1, 2, 3], "float32", False, batch, way
             )
             found.append(array)

@@ -104,7 +104,6 @@ def test_a_log_handler_that_closes_raises_or_works_inside(tiny_path: Path) -> No
         """
 import logging
 fresh = lt.Model(path)
-extractor = fresh.extractor
 seen = []
 class Closing(logging.Handler):
     def emit(self, record):
@@ -117,7 +116,7 @@ logger.setLevel(1)
 handler = Closing()
 logger.addHandler(handler)
 try:
-    fresh.extractor([5, 6, 7], [1])
+    lt.extract(fresh, [5, 6, 7], [1])
 except lt.ClosedError:
     seen.append("closed")
 logger.removeHandler(handler)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import llamatap as lt
-from llamatap import _native, _system_limits
+from llamatap import _system_limits, _threads
 
 MIB = 2**20
 GIB = 2**30
@@ -212,17 +212,17 @@ def test_this_machine_has_memory() -> None:
 def test_threads_are_those_that_the_quota_pays_for(
     monkeypatch: pytest.MonkeyPatch, n_cores: int, quota: float | None, expected: int
 ) -> None:
-    monkeypatch.setattr(_native, "_physical_cores", lambda: n_cores)
+    monkeypatch.setattr(_threads, "_physical_cores", lambda: n_cores)
     monkeypatch.setattr(_system_limits, "cpu_quota", lambda: quota)
-    assert _native.default_threads() == expected
+    assert _threads.default_threads() == expected
 
 
 def test_contexts_have_the_threads_of_the_quota(
     tiny_model: lt.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llamatap.context.usable_cpus", lambda: set(range(8)))
+    monkeypatch.setattr("llamatap._threads.usable_cpus", lambda: set(range(8)))
     monkeypatch.setattr(_system_limits, "cpu_quota", lambda: 1.5)
-    monkeypatch.setattr(_native, "_physical_cores", lambda: 8)
+    monkeypatch.setattr(_threads, "_physical_cores", lambda: 8)
     with tiny_model.context(n_ctx=256) as context:
         assert context.n_threads == 2
     with pytest.warns(
@@ -258,8 +258,8 @@ def test_a_real_quota() -> None:
         else:
             (folder / "cpu.cfs_quota_us").write_text("100000")
         code = (
-            "from llamatap import _native, _system_limits; "
-            "print(_system_limits.cpu_quota(), _native.default_threads())"
+            "from llamatap import _system_limits, _threads; "
+            "print(_system_limits.cpu_quota(), _threads.default_threads())"
         )
         assert _output_in(folder, code).split() == ["1.0", "1"]
     finally:

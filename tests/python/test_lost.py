@@ -16,6 +16,7 @@ import pytest
 from generating import EXACT, Noting, is_empty
 
 import llamatap as lt
+from llamatap._engine_context import engine_of
 
 OPTIONS: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
 
@@ -47,7 +48,7 @@ def begun(context: lt.Context, drafter: lt.Drafter | None = None) -> lt.Session:
 
 
 def assert_free(context: lt.Context, *drafters: lt.Drafter) -> None:
-    assert context.generation is None
+    assert engine_of(context).owner is None
     assert is_empty(context)
     context.memory.clear()
     for drafter in drafters or (None,):
@@ -123,7 +124,7 @@ def test_lost_after_what_it_used_was_closed(what: str, tiny_model: lt.Model, cap
     session = begun(context, drafter)
     (context if what == "context" else drafter.spec).close()
     del session
-    assert context.generation is None
+    assert engine_of(context).owner is None
     assert capfd.readouterr().err == ""
     assert caplog.records == []
 

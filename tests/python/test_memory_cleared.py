@@ -12,6 +12,7 @@ from conftest import EXACT, computes_with_nan
 from tiny import TinyGemma3, TinyLlama
 
 import llamatap as lt
+from llamatap._native import native_of
 
 KINDS: dict[str, Callable[[], TinyLlama]] = {
     "llama": lambda: TinyLlama(n_layer=2),
@@ -119,7 +120,7 @@ def test_an_emptied_memory_holds_no_nan(
 
 def test_only_cells_that_were_written_are_cleared(tiny_path: Path) -> None:
     with lt.Model(tiny_path) as model, model.context(n_ctx=4096, n_seq_max=2) as context:
-        native = context.native
+        native = native_of(context)
         context.decode(lt.Batch.of([5] * 20, seq=0))
         context.decode(lt.Batch.of([6] * 10, seq=1))
         context.memory.remove(0)

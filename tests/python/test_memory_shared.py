@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tiny import TinyGemma3, TinyLlama, TinyQwen35
 
 import llamatap as lt
+from llamatap._native import native_of
 from llamatap.storage import saved_sequences
 from reference import decoder
 
@@ -291,7 +292,7 @@ def test_an_empty_sequence_that_was_restored_holds_nothing(model: lt.Model, unif
         context.decode(lt.Batch.of([5, 6, 7]))
         context.memory.copy(0, 1)
         assert context.memory.last(1) == 2
-        if not (model.native.is_recurrent or model.native.is_hybrid):
+        if not (native_of(model).is_recurrent or native_of(model).is_hybrid):
             context.memory.remove(0, 2)
             context.memory.remove(1, 1)
             assert (context.memory.last(0), context.memory.last(1)) == (1, 0)
@@ -308,12 +309,12 @@ def test_architectures_with_an_empty_sequence_restored(arch_models: Path, name: 
     with lt.Model(path) as model, model.context(n_ctx=512, n_seq_max=2, **EXACT) as context:
         context.restore(1, context.save(0))
         context.decode(lt.Batch.of([5, 6, 7], seq=1))
-        if model.native.n_swa > 0:
+        if native_of(model).n_swa > 0:
             context.memory.remove(1, 2)
             assert context.memory.last(1) == 1
         context.memory.copy(1, 0)
         context.memory.remove(1, 0, 3)
-        assert (context.memory.last(0), context.memory.last(1)) == (2 - (model.native.n_swa > 0), -1)
+        assert (context.memory.last(0), context.memory.last(1)) == (2 - (native_of(model).n_swa > 0), -1)
 
 
 def test_moving_a_sequence_moves_what_others_share(tiny_model: lt.Model) -> None:

@@ -23,7 +23,7 @@ from conftest import EXACT as EXACT_ANYWHERE
 from numpy.typing import NDArray
 
 import llamatap
-from llamatap._native import _core
+from llamatap._native import _core, native_of
 
 #: Untyped, for what a type checker would refuse.
 lt: Any = llamatap
@@ -212,7 +212,7 @@ INVALID: dict[str, Callable[[World], Any]] = {
     "extractor: n_ctx negative": lambda w: lt.Extractor(w.model, n_ctx=-5)([5], [1]),
     "extractor: n_ubatch 0": lambda w: lt.Extractor(w.model, n_ubatch=0)([5], [1]),
     "extract: of None": lambda w: lt.extract(None, [5]),
-    "extract: of the core's model": lambda w: lt.extract(w.model.native, [5]),
+    "extract: of the core's model": lambda w: lt.extract(native_of(w.model), [5]),
     "batch: a token beyond 64 bits": lambda w: lt.Batch().add(2**70, 0),
     "batch: a position beyond 64 bits": lambda w: lt.Batch().add(5, -(2**70)),
     "batch: a sequence beyond 64 bits": lambda w: lt.Batch().add(5, 0, [2**70]),
@@ -381,7 +381,7 @@ def test_what_holds_the_engines_objects_is_not_copied(world: World, what: str) -
         "Model": world.model,
         "Context": world.context,
         "Memory": world.memory,
-        "Extractor": world.model.extractor,
+        "Extractor": lt.Extractor(world.model),
         "Sampler": lt.Sampler(world.model),
         "Tap": world.context.tap([1]),
         "Batch": lt.Batch.of([5]),

@@ -18,6 +18,7 @@ import pytest
 from tiny import TinyLlama
 
 import llamatap as lt
+from llamatap.extraction import api as extraction
 
 VOCABULARIES = Path(__file__).resolve().parents[2] / "vendor" / "llama.cpp" / "models"
 
@@ -343,7 +344,7 @@ def test_models_and_contexts_are_freed_without_the_garbage_collector(tiny_path: 
         gone: list[weakref.ref[Any]] = [
             weakref.ref(model),
             weakref.ref(context),
-            weakref.ref(model.extractor),
+            weakref.ref(extraction._extractor_of(model)),
         ]
         del model, context
         assert [reference() for reference in gone] == [None, None, None]

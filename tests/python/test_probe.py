@@ -17,6 +17,7 @@ from tinies.files import FILES
 from tiny import TinyLlama
 
 import llamatap as lt
+from llamatap import probing
 
 TESTS = Path(__file__).parent.parent
 
@@ -84,19 +85,16 @@ def test_threads_reach_the_child(tiny_path: Path, tmp_path: Path, monkeypatch: p
 
 
 def test_probe_outlives_its_child(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from llamatap import probe as _  # noqa: F401  the module is shadowed by its function
-
-    module = sys.modules["llamatap.probe"]
     dies = """
 import os, sys
 os.write(int(sys.argv[3]), b'{"loads": true, "arch": "llama"}\\n{"n_layer": 4, "n_em')
 os.abort()
 """
-    monkeypatch.setattr(module, "_CHILD", dies)
+    monkeypatch.setattr(probing, "_CHILD", dies)
     found = lt.probe(tiny_path)
     assert (found.loads, found.states, found.arch, found.n_layer) == (True, False, "llama", None)
     assert "SIGABRT" in str(found.error)
-    monkeypatch.setattr(module, "_CHILD", "import time; time.sleep(60)")
+    monkeypatch.setattr(probing, "_CHILD", "import time; time.sleep(60)")
     assert "0.3 seconds" in str(lt.probe(tiny_path, timeout=0.3).error)
 
 

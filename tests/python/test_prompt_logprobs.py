@@ -18,6 +18,7 @@ from tinies.files import FILES
 from tiny import TinyGemma3, TinyLlama, TinyQwen35
 
 import llamatap as lt
+from llamatap._engine_context import EngineContext
 from reference import decoder
 
 Rows = NDArray[np.float64]
@@ -184,14 +185,14 @@ def test_logits_of_no_more_rows_than_one_ubatch_are_there_at_once(
 ) -> None:
     """Never of a whole prompt. Prompts that want no log-probabilities are fed as fast as ever beside them."""
     outputs, sizes = [], []
-    decode = lt.Context._decode
+    decode = EngineContext.decode
 
-    def counting(context: lt.Context, batch: lt.Batch) -> None:
+    def counting(context: EngineContext, batch: lt.Batch) -> None:
         outputs.append(int(np.sum(batch.outputs)))
         sizes.append(len(batch))
         decode(context, batch)
 
-    monkeypatch.setattr(lt.Context, "_decode", counting)
+    monkeypatch.setattr(EngineContext, "decode", counting)
     with tiny_model.context(**CUT, n_seq_max=3) as context:
         (found,) = lt.generate(context, [5] * 300, prompt_logprobs=0, max_tokens=0)
         assert found.prompt_logprobs is not None

@@ -23,6 +23,7 @@ from serving import Running, running, tiny_options
 from tiny import TinyLlama
 
 import llamatap as lt
+from llamatap._engine_context import EngineContext
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
@@ -176,11 +177,11 @@ def test_a_text_that_waits_streams_after_the_one_before_it(
 def test_a_decode_that_fails_is_an_error_of_those_under_way(
     path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    decode = lt.Context._decode
+    decode = EngineContext.decode
     failing = threading.Event()
-    broken: weakref.WeakSet[lt.Context] = weakref.WeakSet()
+    broken: weakref.WeakSet[EngineContext] = weakref.WeakSet()
 
-    def fails_once(context: lt.Context, batch: lt.Batch) -> None:
+    def fails_once(context: EngineContext, batch: lt.Batch) -> None:
         time.sleep(0.005)
         if failing.is_set():
             failing.clear()
@@ -191,7 +192,7 @@ def test_a_decode_that_fails_is_an_error_of_those_under_way(
             raise lt.EngineError("close this context and make another")
         decode(context, batch)
 
-    monkeypatch.setattr(lt.Context, "_decode", fails_once)
+    monkeypatch.setattr(EngineContext, "decode", fails_once)
     with running([tiny_options(path, context=EXACT, parallel=2)]) as server, client_of(server) as client:
         text = long_text(client, max_tokens=5).choices[0].text
         if stream:
@@ -228,9 +229,9 @@ def test_a_decode_that_fails_is_an_error_of_those_under_way(
 
 
 def test_texts_that_failed_beside_others_go_on_together(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode, seqs = lt.Context._decode, []
+    decode, seqs = EngineContext.decode, []
 
-    def fails_on_one(context: lt.Context, batch: lt.Batch) -> None:
+    def fails_on_one(context: EngineContext, batch: lt.Batch) -> None:
         time.sleep(0.002)
         tokens = batch.tokens.tolist()
         seqs.append(len(tokens))
@@ -253,7 +254,7 @@ def test_texts_that_failed_beside_others_go_on_together(path: Path, monkeypatch:
             for one in (prompts[0], prompts[2], prompts[3])
         ]
         assert not any(77 in one for one in good)
-        monkeypatch.setattr(lt.Context, "_decode", fails_on_one)
+        monkeypatch.setattr(EngineContext, "decode", fails_on_one)
         with ThreadPoolExecutor(4) as pool:
             gate = threading.Event()
             admit = type(server.worker)._admit

@@ -17,6 +17,7 @@ from tinies import rigged
 from tinies.rigged import cycle
 
 import llamatap as lt
+from llamatap._engine_context import engine_of
 from llamatap.generation.api import generate
 from llamatap.generation.options import checked_options
 
@@ -329,7 +330,7 @@ def test_one_whose_prompt_enters_is_cancelled(world: World) -> None:
             assert noting.texts == {}
             session.add(world.prompts[0], **world.options[0])
             check(world, 0, finals(session)[1])
-        assert context.generation is None
+        assert engine_of(context).owner is None
 
 
 def test_a_closed_session_gives_everything_back(world: World) -> None:
@@ -348,6 +349,6 @@ def test_a_closed_session_gives_everything_back(world: World) -> None:
         session.cancel(0)
         assert noting.texts == {}
         assert is_empty(context)
-        assert context.generation is None
+        assert engine_of(context).owner is None
         (found,) = lt.generate(context, world.prompts[11], noting, **world.options[11])
         check(world, 11, found)

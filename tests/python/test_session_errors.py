@@ -20,6 +20,8 @@ from tinies import drafters
 from tinies.files import FILES
 
 import llamatap
+from llamatap._engine_context import EngineContext
+from llamatap._native import native_of
 
 #: Untyped, for what a type checker would refuse.
 lt: Any = llamatap
@@ -113,9 +115,9 @@ def test_a_decode_that_fails(
 ) -> None:
     """Those under way are gone, whatever they were at; those that waited have the right tokens."""
     calls = 0
-    decode = llamatap.Context._decode
+    decode = EngineContext.decode
 
-    def failing(context: llamatap.Context, batch: llamatap.Batch) -> None:
+    def failing(context: EngineContext, batch: llamatap.Batch) -> None:
         nonlocal calls
         calls += 1
         if calls == countdown:
@@ -126,7 +128,7 @@ def test_a_decode_that_fails(
     with lt.Session(world.context, noting) as session:
         for _ in range(4):
             session.add(PROMPT, **OPTIONS)
-        monkeypatch.setattr(llamatap.Context, "_decode", failing)
+        monkeypatch.setattr(EngineContext, "decode", failing)
         with pytest.raises(cause, match="the cause"):
             finals(session)
         assert session.dropped == (0, 1)
@@ -144,14 +146,14 @@ def test_a_decode_that_fails(
 
 def test_a_decode_for_a_last_state_fails(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The text that ended in the same round is dropped with the others: its event is lost."""
-    decode = llamatap.Context._decode
+    decode = EngineContext.decode
 
-    def failing(context: llamatap.Context, batch: llamatap.Batch) -> None:
+    def failing(context: EngineContext, batch: llamatap.Batch) -> None:
         if batch.positions.tolist() == [len(PROMPT)] and context.tapped is None:
             raise LookupError("the cause")
         decode(context, batch)
 
-    monkeypatch.setattr(llamatap.Context, "_decode", failing)
+    monkeypatch.setattr(EngineContext, "decode", failing)
     with lt.Session(world.context) as session:
         session.add(PROMPT, max_tokens=1)
         session.add(PROMPT, max_tokens=1, states="last")
@@ -221,7 +223,7 @@ def test_a_memory_that_could_not_be_freed_is_freed_later(tiny_path: Path) -> Non
             session.add(PROMPT, **OPTIONS)
             session.step()
             batch = lt.Batch.of(np.random.default_rng(0).integers(3, 259, 6000).tolist(), seq=2)
-            thread = threading.Thread(target=context.native.decode, args=[batch])
+            thread = threading.Thread(target=native_of(context).decode, args=[batch])
             thread.start()
             time.sleep(0.1)
             assert thread.is_alive()
@@ -305,7 +307,7 @@ def test_other_wrong_arguments(world: World, tmp_path: Path) -> None:
         pytest.raises(lt.InvalidInputError, match="temperature above 0"),
     ):
         session.add(PROMPT, rejection=True)
-    for context in (None, world.model, world.context.native):
+    for context in (None, world.model, native_of(world.context)):
         with pytest.raises(lt.InvalidInputError, match="context must be a Context"):
             lt.Session(context)
     with pytest.raises(lt.InvalidInputError, match="drafter must be"):

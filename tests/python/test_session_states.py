@@ -16,6 +16,7 @@ from sessions import CUT, World, drafter_of, finals, session_world
 from tiny import TinyGemma3, TinyQwen35
 
 import llamatap as lt
+from llamatap._engine_context import EngineContext
 
 EVERY: tuple[lt.LayerId, ...] = (0, 1, 2, 3, 4, "norm")
 
@@ -30,16 +31,16 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any, int]]:
     """Of each pass: its entries, the layers that are tapped (None: it is not), and their rows."""
     found = []
-    decode = lt.Context._decode
+    decode = EngineContext.decode
 
-    def seeing(context: lt.Context, batch: lt.Batch) -> None:
+    def seeing(context: EngineContext, batch: lt.Batch) -> None:
         decode(context, batch)
         tapped = context.tapped
         found.append(
             (len(batch), None, 0) if tapped is None else (len(batch), tapped.layers, len(tapped.array))
         )
 
-    monkeypatch.setattr(lt.Context, "_decode", seeing)
+    monkeypatch.setattr(EngineContext, "decode", seeing)
     return found
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import llamatap as lt
 from llamatap.__main__ import main
-from llamatap.chat.unparsed_tokens import _pieces, unparsed
+from llamatap.chat.unparsed_tokens import _pieces, find_unparsed
 from llamatap.dataset.options import DatasetOptions
 from llamatap.dataset.rows_to_samples import Preparer, prepare
 
@@ -108,7 +108,7 @@ def test_rulers_and_long_texts_cost_little() -> None:
     assert len(list(_pieces(word))) < 32 * 20_000
     vocabulary: Any = Vocabulary()
     words = " ".join(f"<{number}|{number}>" * 9 for number in range(20_000))
-    assert unparsed(vocabulary, [word, words, words]) == {}
+    assert find_unparsed(vocabulary, [word, words, words]) == {}
     assert vocabulary.asked <= 1 << 16
 
 

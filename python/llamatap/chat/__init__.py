@@ -1,1 +1,1 @@
-"""Chats as prompts: templates, the messages that they read, and tokens that they write in vain."""
+"""Chats as prompts: rendering templates, adapting messages, finding tokens that files misdeclare."""

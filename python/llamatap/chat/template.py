@@ -1,4 +1,4 @@
-"""Chat templates: Jinja2 as models bring it, in a sandbox."""
+"""Chat templates of models: rendering Jinja2 in a sandbox."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from llamatap._validate import shown
-from llamatap.chat.history import history
+from llamatap.chat.messages import adapt_messages
 from llamatap.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
 
-__all__ = ["GENERATION_END", "GENERATION_START", "fill", "free_variables", "read", "render"]
+__all__ = ["GENERATION_END", "GENERATION_START", "free_variables", "messages_for", "render", "render_text"]
 
-#: Variables whose values are written where ``{% generation %}`` and ``{% endgeneration %}`` stand: the tags
-#: with which templates say what an assistant generates. Nothing is written where they are not given.
+#: Variables whose values replace the tags ``{% generation %}`` and ``{% endgeneration %}``, which mark what
+#: an assistant generates. A tag without its variable writes nothing.
 GENERATION_START, GENERATION_END = "generation_start_", "generation_end_"
 
 
-# Exceptions that foreign code may raise in a sandbox.
+# The exceptions that a template's code may raise in the sandbox.
 _FAILURES = (
     TypeError,
     ValueError,
@@ -89,7 +89,7 @@ def _environment(keep_trailing_newline: bool = False) -> Environment:
 
 @functools.lru_cache(16)
 def _compiled(template: str, keep_trailing_newline: bool) -> Template:
-    """A template, which takes longer to compile than to render."""
+    """Compile a template, which takes longer than to render it."""
     return _environment(keep_trailing_newline).from_string(template)
 
 
@@ -111,17 +111,17 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: An
     controls, ``{% generation %}``, ``raise_exception``, ``strftime_now`` and a plain ``tojson``. It is
     immutable and sandboxed: a template comes with a model file, from anywhere.
 
-    Messages are given to it as :func:`read` has them.
+    Messages are given to it as :func:`messages_for` has them.
 
     :raises InvalidInputError: the template is broken, or refuses the messages; there are none, or one of them
         says nothing.
     """
-    return _render(template, read(template, messages), **variables)
+    return _render(template, messages_for(template, messages), **variables)
 
 
-def read(template: str, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages in the form that a template reads: with a content where a call of a tool has null or none,
-    and with the call's arguments as a mapping, or in JSON where the template reads nothing else.
+def messages_for(template: str, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Convert messages to the form that a template reads: tool calls get a content where it is null or
+    missing, and arguments as a mapping, or as JSON text where the template reads nothing else.
 
     :raises InvalidInputError: they are no messages, there are none, or one of them says nothing.
     """
@@ -130,7 +130,7 @@ def read(template: str, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[s
             f'messages must be a list of {{"role": ..., "content": ...}}, not {shown(messages)}'
         )
     try:
-        return history(template, messages, _with_tools)
+        return adapt_messages(template, messages, _render_with_tools)
     except RecursionError:
         raise InvalidInputError("a message is nested too deeply") from None
 
@@ -140,8 +140,8 @@ def _render(template: str, messages: Sequence[Mapping[str, Any]], **variables: A
     return _rendered("chat template", template, {"messages": copies, **variables}, False)
 
 
-def _with_tools(template: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Messages with calls of tools, rendered to see what the template reads of them."""
+def _render_with_tools(template: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Render messages that call tools, to see what the template reads of them."""
     function = {
         "name": messages[1]["tool_calls"][0]["function"]["name"],
         "description": "Does it.",
@@ -157,7 +157,7 @@ def _with_tools(template: str, messages: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def fill(template: str, **variables: Any) -> str:
+def render_text(template: str, **variables: Any) -> str:
     """Render a template of plain text, in the same sandbox; a newline at its end stays.
 
     :raises InvalidInputError: the template is broken, or fails.
@@ -166,7 +166,7 @@ def fill(template: str, **variables: Any) -> str:
 
 
 def free_variables(template: str) -> set[str]:
-    """The names that a template takes from whoever renders it.
+    """The names of the variables that a template expects.
 
     :raises InvalidInputError: the template is broken.
     """

@@ -1,4 +1,4 @@
-"""Control tokens that a chat template writes and a file does not mark as such.
+"""Finding control tokens that a chat template writes and the model's file does not mark as such.
 
 A tokenizer parses the tokens that the file marks as control or user-defined. One that is marked as normal, by
 a converter's mistake, is split into pieces, and the model reads a chat that it was never trained on.
@@ -18,37 +18,37 @@ from llamatap.errors import InvalidInputError
 if TYPE_CHECKING:
     from llamatap._native import _core
 
-__all__ = ["probe_texts", "say", "unparsed"]
+__all__ = ["find_unparsed", "probe_texts", "warning_text"]
 
-# Characters of a token.
+# The most characters of a token.
 _LONGEST = 64
-# Pieces of texts that are looked up. Templates write four thousand at most, unless they are out to do harm.
-_MOST = 1 << 16
+# The most pieces that are looked up. No known template writes more than 4,000; a hostile one may.
+_MOST_PIECES = 1 << 16
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_SAID = "quarn"
+_WORD = "quarn"
 _TOOL = {
     "type": "function",
     "function": {
-        "name": _SAID,
-        "description": _SAID,
-        "parameters": {"type": "object", "properties": {_SAID: {"type": "string", "description": _SAID}}},
+        "name": _WORD,
+        "description": _WORD,
+        "parameters": {"type": "object", "properties": {_WORD: {"type": "string", "description": _WORD}}},
     },
 }
 
 
 def _chats() -> Iterator[tuple[Sequence[Mapping[str, Any]], dict[str, Any]]]:
-    """Chats in which a template may write all that it has, with their variables."""
-    user, answer = {"role": "user", "content": _SAID}, {"role": "assistant", "content": _SAID}
-    call = {"type": "function", "id": "123456789", "function": {"name": _SAID, "arguments": {_SAID: _SAID}}}
-    result = {"role": "tool", "tool_call_id": "123456789", "name": _SAID, "content": _SAID}
+    """Chats that together make a template write all its tokens, with their variables."""
+    user, answer = {"role": "user", "content": _WORD}, {"role": "assistant", "content": _WORD}
+    call = {"type": "function", "id": "123456789", "function": {"name": _WORD, "arguments": {_WORD: _WORD}}}
+    result = {"role": "tool", "tool_call_id": "123456789", "name": _WORD, "content": _WORD}
     yield [user], {}
-    yield [user, answer, user, {**answer, "reasoning_content": _SAID}], {}
-    yield [{"role": "system", "content": _SAID}, user, answer], {}
+    yield [user, answer, user, {**answer, "reasoning_content": _WORD}], {}
+    yield [{"role": "system", "content": _WORD}, user, answer], {}
     yield [user, {**answer, "content": "", "tool_calls": [call]}, result, answer], {"tools": [_TOOL]}
 
 
 def probe_texts(render: Callable[..., str]) -> list[str]:
-    """Render chats by a template, and take out what is said.
+    """The texts that a template writes around the messages of some chats.
 
     :param render: renders messages, with variables; it raises InvalidInputError.
     """
@@ -60,19 +60,19 @@ def probe_texts(render: Callable[..., str]) -> list[str]:
             except InvalidInputError:
                 # The template refuses system messages, tools or this chat.
                 continue
-            found.append(text.replace(_SAID, " "))
+            found.append(text.replace(_WORD, " "))
     return found
 
 
-def unparsed(vocab: _core.Model, texts: Iterable[str]) -> dict[str, int]:
-    """Find control tokens in texts that the tokenizer splits: they look like one, the vocabulary has a token
-    spelled so, and the tokenizer does not make it of its spelling.
+def find_unparsed(vocab: _core.Model, texts: Iterable[str]) -> dict[str, int]:
+    """Find the control tokens in texts that the tokenizer splits: parts of words that look like a control
+    token and are spelled as a token of the vocabulary, which the tokenizer does not give for them.
 
     :returns: spelling and id of each, in the order of the texts.
     """
     words = dict.fromkeys(word for text in texts for word in text.split())
     pieces = itertools.chain.from_iterable(map(_pieces, words))
-    candidates = list(dict.fromkeys(itertools.islice(pieces, _MOST)))
+    candidates = list(dict.fromkeys(itertools.islice(pieces, _MOST_PIECES)))
     # A template may write lone surrogates, and no token holds any.
     candidates = [text for text in candidates if text.isascii() or not _SURROGATE.search(text)]
     ids = vocab.find_tokens(candidates)
@@ -84,8 +84,8 @@ def unparsed(vocab: _core.Model, texts: Iterable[str]) -> dict[str, int]:
     }
 
 
-def say(tokens: Mapping[str, int]) -> str:
-    """Says which tokens a template writes in vain, and what to do."""
+def warning_text(tokens: Mapping[str, int]) -> str:
+    """A warning that names the tokens which the tokenizer splits, with what to do."""
     names = " and ".join(f"{text}, token {token}" for text, token in tokens.items())
     marked, are, their = (
         ("a control token", "it is", "its type")
@@ -102,7 +102,7 @@ def _pieces(word: str) -> Iterator[str]:
     """The parts of a word that begin and end with a mark and have a letter between: "<|im_start|>"."""
     marks = [index for index, letter in enumerate(word) if unicodedata.category(letter)[0] in "PS"]
     letters = [index for index, letter in enumerate(word) if letter.isalnum()]
-    # Of a ruler line there is nothing to slice, of any other word no more than its length many times over.
+    # A word of marks alone (a ruler) has no parts; any other gives at most _LONGEST for each of its marks.
     for first in marks:
         following = bisect_right(letters, first)
         if following == len(letters):

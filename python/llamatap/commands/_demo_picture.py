@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamatap._extras import needs
-from llamatap.extraction.extractor import extract
+from llamatap.extraction.api import extract
 from llamatap.fetch import fetch
 from llamatap.model import Model
 from llamatap.states import States

@@ -24,7 +24,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from llamatap import probe
-    from llamatap.chat.unparsed_tokens import say
+    from llamatap.chat.unparsed_tokens import warning_text
 
     found = probe(arguments.model, n_threads=arguments.threads)
     if arguments.json:
@@ -56,5 +56,5 @@ def run(arguments: argparse.Namespace) -> int:
     ):
         print(f"{label:>16}  {value}")
     if found.unparsed_tokens:
-        print(f"{'WARNING':>16}  {say(found.unparsed_tokens)}")
+        print(f"{'WARNING':>16}  {warning_text(found.unparsed_tokens)}")
     return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
-import fcntl
 import functools
 import os
 import shutil
@@ -81,7 +80,8 @@ class SharedMemoryConnector(FileConnector):
         self._check_room(path, sum(array.nbytes for array in tensors.values()))
         scratch = writer / path.name
         write_tensors(scratch, tensors, {**states.provenance, "writer": writer.name})
-        with _alone(self.folder):
+        # Others that put samples, or remove a dead writer's, wait.
+        with locks.locked(self.folder):
             scratch.replace(path)
 
     def _check_room(self, path: Path, needed: int) -> None:
@@ -127,14 +127,12 @@ def _locked_folder(parent: Path) -> Path:
     while True:
         folder = parent / f"{_PREFIX}{uuid.uuid4().hex}"
         folder.mkdir(mode=0o700)
-        handle = os.open(folder, os.O_RDONLY)
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        locks.held(handle)
-        # Another one may have taken it for a leftover before it was locked. The handle is never closed: the
-        # system does that when the process ends, however it ends.
+        handle = locks.acquire(folder)
+        # Another process may have removed it as a leftover before it was locked. The lock is never released:
+        # the system does that when the process ends, however it ends.
         if folder.is_dir():
             return folder
-        locks.let_go(handle)
+        locks.release(handle)
 
 
 def _remove_leftovers(parent: Path) -> None:
@@ -147,36 +145,24 @@ def _remove_leftovers(parent: Path) -> None:
 def _remove_writer(writer: Path) -> None:
     for path in writer.parent.glob("*.safetensors"):
         # Nobody replaces the sample between the check and the removal.
-        with _alone(writer.parent):
+        with locks.locked(writer.parent):
             if _writer_of(path) == writer.name:
                 path.unlink(missing_ok=True)
     shutil.rmtree(writer)
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Whoever puts samples into the folder, or removes another's, waits until this is done."""
-    handle = os.open(folder, os.O_RDONLY)
-    locks.held(handle)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        locks.let_go(handle)
-
-
-@contextlib.contextmanager
 def _if_dead(folder: Path) -> Iterator[bool]:
-    handle = os.open(folder, os.O_RDONLY)
+    """Whether the process of a writer's folder is dead; locks the folder of a dead one."""
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+        handle = locks.acquire(folder, wait=False)
+    except BlockingIOError:
+        yield False
+        return
+    try:
+        yield True
     finally:
-        os.close(handle)
+        locks.release(handle)
 
 
 def _writer_of(path: Path) -> str | None:

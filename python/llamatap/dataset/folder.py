@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -103,39 +102,32 @@ class DatasetFolder:
                 # Workers of another world size divide the samples differently.
                 for other in self.work.glob("world-*.lock"):
                     if other.name != f"world-{world_size}.lock":
-                        with self._locked(other.name, fcntl.LOCK_EX):
+                        with self._locked(other.name):
                             pass
-                stack.enter_context(self._locked(f"world-{world_size}.lock", fcntl.LOCK_SH))
-                stack.enter_context(self._locked(f"rank-{rank}.lock", fcntl.LOCK_EX))
+                stack.enter_context(self._locked(f"world-{world_size}.lock", shared=True))
+                stack.enter_context(self._locked(f"rank-{rank}.lock"))
             yield
 
     @contextlib.contextmanager
-    def _locked(self, name: str, kind: int) -> Iterator[None]:
-        handle = os.open(self.work / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        locks.held(handle)
+    def _locked(self, name: str, *, shared: bool = False) -> Iterator[None]:
         try:
-            try:
-                fcntl.flock(handle, kind | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise BusyError(f"another run is writing to {self.path}; wait for its end") from None
+            handle = locks.acquire(self.work / name, make=True, shared=shared, wait=False)
+        except BlockingIOError:
+            raise BusyError(f"another run is writing to {self.path}; wait for its end") from None
+        try:
             yield
         finally:
-            locks.let_go(handle)
+            locks.release(handle)
 
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
         """Lock for starting and finishing a data set, one process at a time."""
-        handle = os.open(self.work / "settle.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        locks.held(handle)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        with locks.locked(self.work / "settle.lock", make=True):
             # Left by runs that were killed while they held this lock: atomic_path's .NAME.XXXXXXXX
             for folder in (self.path, self.work):
                 for leftover in folder.glob(".*.????????"):
                     shutil.rmtree(leftover, ignore_errors=True)
             yield
-        finally:
-            locks.let_go(handle)
 
     def clear_work(self) -> None:
         """Remove what exists only while a data set is written, except locks."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llamatap._validate import shown
-from llamatap.chat.history import SAID
+from llamatap.chat.messages import NON_CONTENT_FIELDS
 from llamatap.errors import InvalidInputError
 
 __all__ = ["join_parts", "parse_tools", "read_messages"]
@@ -31,7 +31,7 @@ def read_messages(value: Any) -> list[Mapping[str, Any]]:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise InvalidInputError(f"message {index} must have a role, and is {shown(message):.80}")
         # Roles other than the assistant may put their text into fields of their own.
-        names = SAID if message["role"] == "assistant" else [name for name in message if name != "role"]
+        names = NON_CONTENT_FIELDS if message["role"] == "assistant" else set(message) - {"role"}
         if message.get("content") is None and not any(message.get(name) for name in names):
             raise InvalidInputError(
                 f"message {index} says nothing: expected a content, found {shown(message):.80}"

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from llamatap._engine_context import engine_of
+from llamatap._native import native_of
 from llamatap.context import Context
 from llamatap.dataset.layouts import Layout
 from llamatap.dataset.options import DatasetOptions
 from llamatap.errors import InvalidInputError, UnsupportedError
-from llamatap.extraction.packing import most_sequences, packs
+from llamatap.extraction.packing import batch_sequence_limit, pack_prompts
 from llamatap.layers import LayerId, default_eagle3_layers, translate_for
 from llamatap.model import Model
 from llamatap.states import array_facts
@@ -73,7 +75,7 @@ def extractor_options(model: Model, options: DatasetOptions, longest: int) -> di
     found: dict[str, Any] = {"n_ubatch": options.batch_tokens, **options.context}
     if model.layer_map.at_once:
         found["n_ubatch"] = found["n_batch"] = max(found["n_ubatch"], longest)
-    most = most_sequences(model.native) if found.get("kv_unified", True) else 1
+    most = batch_sequence_limit(native_of(model)) if found.get("kv_unified", True) else 1
     found.setdefault("n_seq_max", most)
     return found
 
@@ -89,7 +91,7 @@ def sample_batches(lengths: Sequence[int], room: int, most: int) -> list[list[in
     """
     found: list[list[int]] = []
     for start in range(0, len(lengths), _WINDOW):
-        part = packs(lengths[start : start + _WINDOW], room, most)
+        part = pack_prompts(lengths[start : start + _WINDOW], room, most)
         found += sorted(sorted(start + index for index in pack) for pack in part)
     return found
 
@@ -106,5 +108,5 @@ def provenance(
     """
     small = {"n_ctx": 512, "n_outputs_max": options.context.get("n_seq_max", 1)}
     with Context(model, **{**small, **options.context}) as context:
-        facts = {**context.source.facts, **array_facts(layers, dtype)}
+        facts = {**engine_of(context).source.facts, **array_facts(layers, dtype)}
     return {key: value for key, value in facts.items() if value is not None}

@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap._native import default_threads
+from llamatap._threads import default_threads
 from llamatap.dataset.masks.conversation import ConversationMasker
 from llamatap.dataset.messages import parse_tools, read_messages
 from llamatap.dataset.options import DatasetOptions
 from llamatap.dataset.row_files import Row
 from llamatap.dataset.samples import Samples
 from llamatap.errors import Error, InvalidInputError, UnsupportedError
-from llamatap.model import Model, token_array
+from llamatap.model import Model
+from llamatap.tokenizer import token_array
 
 __all__ = ["Prepared", "Preparer", "prepare"]
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from llamatap._native import _core, flush_log
-from llamatap._validate import NotCopied, instance, integer, shown
+from llamatap._native import NativeOwner, _core, flush_log, native_of
+from llamatap._validate import instance, integer, shown
 from llamatap.context import Batch
 from llamatap.drafting.draft_length import DraftLength
 from llamatap.errors import ClosedError, InvalidInputError
 from llamatap.layers import LayerId
-from llamatap.model import token_array
+from llamatap.tokenizer import token_array
 
 if TYPE_CHECKING:
     from llamatap.drafting.speculative_context import SpeculativeContext
@@ -212,7 +212,7 @@ def _floats(name: str, values: object, rows: slice) -> NDArray[np.float32] | Non
         raise InvalidInputError(f"a draft's {name} must be a float32 array: {error}") from None
 
 
-class NativeDrafter(Drafter, NotCopied):
+class NativeDrafter(Drafter, NativeOwner[_core.Drafter]):
     """Base of drafters that are implemented in the core (C++)."""
 
     def __init__(self, core: _core.Drafter, n_max: int | Literal["auto"]) -> None:
@@ -224,12 +224,7 @@ class NativeDrafter(Drafter, NotCopied):
         """The most tokens of a draft, or "auto"."""
         return self._n_max
 
-    @property
-    def core(self) -> _core.Drafter:
-        """The core's object. Private to the package.
-
-        :raises ClosedError: what it drafts with was closed.
-        """
+    def _get_native(self) -> _core.Drafter:
         if self._core is None:
             raise ClosedError("the draft context of this drafter was closed; make both anew")
         return self._core
@@ -240,10 +235,10 @@ class NativeDrafter(Drafter, NotCopied):
 
     def process(self, batch: Batch) -> None:
         instance("batch", batch, Batch)
-        self.core.process(batch)
+        native_of(self).process(batch)
 
     def draft(self, requests: Mapping[int, DraftRequest]) -> dict[int, Draft]:
-        core = self.core
+        core = native_of(self)
         check_requests(requests)
         asked = [
             (
@@ -264,7 +259,7 @@ class NativeDrafter(Drafter, NotCopied):
         }
 
     def accept(self, seq: int, n: int) -> None:
-        self.core.accept(integer("a sequence id", seq), integer("n", n))
+        native_of(self).accept(integer("a sequence id", seq), integer("n", n))
 
     def reset(self, seq: int) -> None:
         seq = integer("a sequence id", seq)

@@ -6,13 +6,13 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict
 
-from llamatap._native import _core, flush_log
+from llamatap._native import _core, flush_log, native_of
 from llamatap._validate import instance, integer, number
 from llamatap.context import Batch, Context
 from llamatap.drafting.drafter import Drafter, NativeDrafter, NGramDrafter, check_shortest, longest_draft
 from llamatap.drafting.speculative_context import SpeculativeContext
 from llamatap.errors import InvalidInputError
-from llamatap.model import Model
+from llamatap.loaded_model import LoadedModel
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -83,11 +83,11 @@ class SpeculativeDrafter(NativeDrafter):
         if not 0 <= heat < float("inf"):
             raise InvalidInputError(f"temperature must be finite and not negative, not {temperature}")
         longest, why = longest_draft(n_max), ""
-        most = spec.core.longest_block if spec.n_heads == 1 else spec.n_heads
+        most = native_of(spec).longest_block if spec.n_heads == 1 else spec.n_heads
         if most is not None and most < longest:
             longest, why = most, f" with {spec.model.path.name}"
         core = _core.speculative_drafter(
-            spec.core,
+            native_of(spec),
             n_max=longest,
             n_min=check_shortest(n_min, longest, why),
             p_min=probability,
@@ -102,7 +102,7 @@ class SpeculativeDrafter(NativeDrafter):
 
     def process(self, batch: Batch) -> None:
         instance("batch", batch, Batch)
-        core = self.core
+        core = native_of(self)
         features = self.spec.features() if self.target_layers else None
         if features is not None and len(features) != len(batch):
             raise InvalidInputError(
@@ -156,7 +156,7 @@ class ModelDrafter(SpeculativeDrafter):
     def __init__(
         self,
         context: Context | SpeculativeContext,
-        draft: str | os.PathLike[str] | Model | SpeculativeContext | None = None,
+        draft: str | os.PathLike[str] | LoadedModel | SpeculativeContext | None = None,
         **options: Unpack[DraftOptions],
     ) -> None:
         if draft is None:
@@ -175,7 +175,10 @@ _BY_KIND: Mapping[str, type[SpeculativeDrafter]] = {
 
 
 def _beside(
-    context: Context, draft: str | os.PathLike[str] | Model | SpeculativeContext, *, as_model: bool = False
+    context: Context,
+    draft: str | os.PathLike[str] | LoadedModel | SpeculativeContext,
+    *,
+    as_model: bool = False,
 ) -> SpeculativeContext:
     """A draft context for this target.
 
@@ -190,7 +193,7 @@ def _beside(
 
 def load_drafter(
     context: Context,
-    draft: str | os.PathLike[str] | Model | SpeculativeContext,
+    draft: str | os.PathLike[str] | LoadedModel | SpeculativeContext,
     **options: Unpack[DraftOptions],
 ) -> SpeculativeDrafter:
     """The drafter for a file, whatever its kind: an :class:`Eagle3Drafter`, :class:`MtpDrafter`,
@@ -205,7 +208,7 @@ def load_drafter(
     """
     instance("context", context, Context)
     spec = _beside(context, draft)
-    if spec.kind == "model" and isinstance(draft, Model):
+    if spec.kind == "model" and isinstance(draft, LoadedModel):
         n_blocks = draft.metadata.get(f"{draft.arch}.nextn_predict_layers", 0)
         if n_blocks:
             spec.close()
@@ -233,4 +236,4 @@ def named_drafter(
         return NGramDrafter(n_max=options.get("n_max", 8), n_min=options.get("n_min", 1))
     if name == "mtp":
         return MtpDrafter(SpeculativeContext(context, context.model), **options)
-    return load_drafter(context, Model(name, n_gpu_layers=n_gpu_layers, load_mtp=True), **options)
+    return load_drafter(context, LoadedModel(name, n_gpu_layers=n_gpu_layers, load_mtp=True), **options)

@@ -13,13 +13,17 @@ from numpy.typing import ArrayLike, NDArray
 
 from llamatap import _system_limits
 from llamatap._closeable import Closeable
-from llamatap._native import _core, flush_log
+from llamatap._engine_context import engine_of
+from llamatap._native import NativeOwner, _core, flush_log, native_of
+from llamatap._threads import thread_count
 from llamatap._validate import flag, instance, integer, shown
-from llamatap.context import Context, Memory, thread_count
+from llamatap.context import Context
 from llamatap.errors import ClosedError, InvalidInputError, UnsupportedError
+from llamatap.kv_memory import Memory
 from llamatap.layers import LayerId
-from llamatap.model import Model, token_array
+from llamatap.loaded_model import LoadedModel, files_of
 from llamatap.storage import saved_sequences
+from llamatap.tokenizer import token_array
 
 if TYPE_CHECKING:
     from llamatap.drafting.drafter import NativeDrafter
@@ -67,7 +71,7 @@ def _integers(name: str, values: ArrayLike) -> NDArray[np.int32]:
         raise InvalidInputError(str(error).replace("token ids", name)) from None
 
 
-class SpeculativeContext(Closeable):
+class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
     """A draft model beside a target: one context for all sequences, with the calls that drafting is made of.
 
     :param context: the target's. It is kept alive, and the draft may use its token embedding and output head.
@@ -107,7 +111,7 @@ class SpeculativeContext(Closeable):
     def __init__(
         self,
         context: Context,
-        draft: str | os.PathLike[str] | Model,
+        draft: str | os.PathLike[str] | LoadedModel,
         *,
         n_seq_max: int | None = None,
         n_ctx: int = 0,
@@ -124,10 +128,10 @@ class SpeculativeContext(Closeable):
         #: Drafters made with this context; closed with it. Private to the package.
         self.drafters: weakref.WeakSet[NativeDrafter] = weakref.WeakSet()
         instance("context", context, Context)
-        target = context.native
-        self._owns_model = not isinstance(draft, Model)
-        if not isinstance(draft, Model):
-            draft = Model(draft, load_mtp=True, n_gpu_layers=n_gpu_layers)
+        target = native_of(context)
+        self._owns_model = not isinstance(draft, LoadedModel)
+        if not isinstance(draft, LoadedModel):
+            draft = LoadedModel(draft, load_mtp=True, n_gpu_layers=n_gpu_layers)
         self.target = context
         self.model = draft
         self.n_seq_max = context.n_seq_max if n_seq_max is None else integer("n_seq_max", n_seq_max, 1)
@@ -136,7 +140,7 @@ class SpeculativeContext(Closeable):
         if kv_unified is not None:
             unified = flag("kv_unified", kv_unified)
         room = integer("n_ctx", n_ctx, 0) or context.n_ctx
-        if kv_unified is None and unified and 0 < draft.native.n_swa < room and self.n_seq_max > 1:
+        if kv_unified is None and unified and 0 < native_of(draft).n_swa < room and self.n_seq_max > 1:
             # In one memory for all, what a window no longer reaches is lost to other sequences' tokens, and
             # nothing can be taken back any more.
             unified = False
@@ -147,7 +151,7 @@ class SpeculativeContext(Closeable):
         try:
             self._native = _core.SpeculativeContext(
                 target,
-                draft.native,
+                native_of(draft),
                 plain=flag("as_model", as_model),
                 n_ctx=room,
                 n_batch=max(n_ubatch, 512),
@@ -169,23 +173,10 @@ class SpeculativeContext(Closeable):
             "norm" if slot == n_layer + 1 else slot for slot in self._native.target_slots
         )
 
-    @property
-    def core(self) -> _core.SpeculativeContext:
-        """The core's object. Private to the package.
-
-        :raises ClosedError: it was closed.
-        """
+    def _get_native(self) -> _core.SpeculativeContext:
         if self._native is None:
             raise ClosedError("the speculative context was closed")
         return self._native
-
-    @property
-    def native(self) -> _core.Context:
-        """The core's object of the draft's context. Private to the package.
-
-        :raises ClosedError: it was closed.
-        """
-        return self.core.context
 
     @property
     def closed(self) -> bool:
@@ -209,28 +200,28 @@ class SpeculativeContext(Closeable):
     @property
     def n_ctx(self) -> int:
         """Tokens that fit into the draft's memory, of all sequences together."""
-        return self.native.n_ctx
+        return native_of(self).context.n_ctx
 
     @property
     def n_features(self) -> int:
         """Width of a row of features: all target_layers of a token in turn; 0 for a plain model."""
-        return self.core.n_features
+        return native_of(self).n_features
 
     @property
     def n_state(self) -> int:
         """Width of the states in pairs; 0 for a plain model."""
-        return self.core.n_state
+        return native_of(self).n_state
 
     @property
     def n_heads(self) -> int:
         """MTP blocks that are used one after the other, the k-th for the k-th token of a draft."""
-        return self.core.n_heads
+        return native_of(self).n_heads
 
     @property
     def block_size(self) -> int | None:
         """The places of a DFlash file's block: the newest token and masks, each of which gives a token; with
         DSpark the newest token's place may give one too. None for other files."""
-        return self.core.block_size if self.kind == "dflash" else None
+        return native_of(self).block_size if self.kind == "dflash" else None
 
     @property
     def memory(self) -> Memory:
@@ -238,7 +229,11 @@ class SpeculativeContext(Closeable):
         the target's memory (gemma4-assistant) have none to change. A drafter whose sequence is changed here
         drafts no more for it until it is reset.
         """
-        return Memory(self)
+
+        def native() -> _core.Context:
+            return native_of(self).context
+
+        return Memory(native, native)
 
     def _check_pairs(self, call: str) -> None:
         if self.kind == "dflash":
@@ -256,7 +251,7 @@ class SpeculativeContext(Closeable):
         if not self.target_layers:
             raise InvalidInputError("a plain model needs no states of its target, so there are no features")
         states = self.target.tapped
-        tap = self.target._tap
+        tap = engine_of(self.target).capture
         wanted = ", ".join(map(repr, self.target_layers))
         if tap is None or states is None:
             raise InvalidInputError(
@@ -283,7 +278,7 @@ class SpeculativeContext(Closeable):
         """
         self._check_pairs("encode")
         try:
-            return self.core.encode(_float_rows("features", features))
+            return native_of(self).encode(_float_rows("features", features))
         finally:
             flush_log()
 
@@ -313,7 +308,7 @@ class SpeculativeContext(Closeable):
         :raises ContextFullError: there is no room.
         :raises UnsupportedError: of a DFlash file.
         """
-        core = self.core
+        core = native_of(self)
         self._check_pairs("decode")
         ids = token_array(tokens)
         n = len(ids)
@@ -343,7 +338,7 @@ class SpeculativeContext(Closeable):
     def _fingerprint(self) -> dict[str, Any]:
         return {
             "kind": self.kind,
-            "weights": self.model.files.sample,
+            "weights": files_of(self.model).sample,
             **self._facts,
             "n_state": self.n_state,
             "engine": _core.build_info()["engine_commit"],
@@ -351,14 +346,15 @@ class SpeculativeContext(Closeable):
 
     def save(self, seq: int = 0) -> bytes:
         """The draft's memory of a sequence, as :meth:`Context.save` gives the target's."""
-        return saved_sequences.pack(self._fingerprint(), self.native.save(integer("a sequence id", seq)))
+        state = native_of(self).context.save(integer("a sequence id", seq))
+        return saved_sequences.pack(self._fingerprint(), state)
 
     def restore(self, seq: int, data: bytes | bytearray | memoryview) -> None:
         """Bring back what :meth:`save` gave.
 
         :raises InvalidInputError: as :meth:`Context.restore`.
         """
-        native, seq = self.native, integer("a sequence id", seq)
+        native, seq = native_of(self).context, integer("a sequence id", seq)
         state = saved_sequences.unpack(self._fingerprint(), data)
         try:
             native.restore(seq, state)

@@ -10,19 +10,20 @@ from numpy.typing import NDArray
 
 from llamatap._validate import shown
 from llamatap.errors import InvalidInputError
-from llamatap.model import Model, token_array
+from llamatap.loaded_model import LoadedModel
 from llamatap.states import dtype_name
+from llamatap.tokenizer import token_array
 
 __all__ = [
     "Input",
     "Window",
-    "bounds",
-    "cut",
+    "checked_out",
     "cut_prompt",
+    "cut_tokens",
     "is_single",
-    "out_array",
     "parse_window",
     "prompt_tokens",
+    "window_bounds",
     "window_text",
 ]
 
@@ -61,15 +62,15 @@ def is_single(inputs: object, name: str = "inputs") -> bool:
     return all(are_ids)
 
 
-def prompt_tokens(model: Model, prompt: Input, max_length: int | None) -> NDArray[np.int32]:
+def prompt_tokens(model: LoadedModel, prompt: Input, max_length: int | None) -> NDArray[np.int32]:
     """The token ids of a prompt: a read-only copy, for the caller's array may change.
 
-    :param max_length: the most tokens; see :func:`cut`.
+    :param max_length: the most tokens; see :func:`cut_tokens`.
     """
     return cut_prompt(model, prompt, max_length)[0]
 
 
-def cut_prompt(model: Model, prompt: Input, max_length: int | None) -> tuple[NDArray[np.int32], int]:
+def cut_prompt(model: LoadedModel, prompt: Input, max_length: int | None) -> tuple[NDArray[np.int32], int]:
     """The token ids of a prompt, as :func:`prompt_tokens` gives them, and how many it has uncut."""
     if not isinstance(prompt, (str, Sequence, np.ndarray)) or isinstance(prompt, (bytes, bytearray)):
         hint = "; .tolist() of a tensor gives a list" if hasattr(prompt, "tolist") else ""
@@ -81,7 +82,7 @@ def cut_prompt(model: Model, prompt: Input, max_length: int | None) -> tuple[NDA
         raise InvalidInputError("the prompt is empty")
     tokens = model.tokenize(prompt) if isinstance(prompt, str) else token_array(prompt)
     n_prompt = len(tokens)
-    tokens = cut(model, prompt, tokens, max_length).copy()
+    tokens = cut_tokens(model, prompt, tokens, max_length).copy()
     if len(tokens) == 0:
         raise InvalidInputError("the prompt has no tokens")
     low, high = int(tokens.min()), int(tokens.max())
@@ -91,7 +92,9 @@ def cut_prompt(model: Model, prompt: Input, max_length: int | None) -> tuple[NDA
     return tokens, n_prompt
 
 
-def cut(model: Model, prompt: Input, tokens: NDArray[np.int32], max_length: int | None) -> NDArray[np.int32]:
+def cut_tokens(
+    model: LoadedModel, prompt: Input, tokens: NDArray[np.int32], max_length: int | None
+) -> NDArray[np.int32]:
     """The tokens of a prompt, at most `max_length`: cut on the right.
 
     Of a text the end goes, and not the EOS (or SEP) that the tokenizer puts after it: models that were
@@ -105,7 +108,7 @@ def cut(model: Model, prompt: Input, tokens: NDArray[np.int32], max_length: int 
     return np.append(tokens[: max_length - 1], tokens[-1:])
 
 
-def out_array(out: object, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+def checked_out(out: object, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
     """`out` as a plain array (of a memmap, say), when states of that shape and dtype can be written to it."""
     if not isinstance(out, np.ndarray):
         raise InvalidInputError(f"out must be a NumPy array, not {type(out).__name__}")
@@ -125,7 +128,7 @@ def out_array(out: object, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
     return out.view(np.ndarray)
 
 
-def bounds(window: Window | None, length: int) -> tuple[int, int]:
+def window_bounds(window: Window | None, length: int) -> tuple[int, int]:
     """The positions [begin, end) of a window on a prompt of `length` tokens, at least one."""
     if window is None:
         return 0, length

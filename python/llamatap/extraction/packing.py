@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from llamatap._native import _core
 
-__all__ = ["most_sequences", "packs"]
+__all__ = ["batch_sequence_limit", "pack_prompts"]
 
 # The most prompts of one batch. Recurrent models hold a state for each, and compute prompts of different
 # length in turns.
@@ -14,15 +14,15 @@ _MOST_SEQUENCES = 64
 _MOST_RECURRENT_SEQUENCES = 8
 
 
-def most_sequences(model: _core.Model) -> int:
+def batch_sequence_limit(model: _core.Model) -> int:
     """The most prompts of one batch of a model, in a unified KV cache."""
     if not model.batches_sequences:
         return 1
     return _MOST_RECURRENT_SEQUENCES if model.is_recurrent or model.is_hybrid else _MOST_SEQUENCES
 
 
-def packs(lengths: Sequence[int], room: int, most: int) -> list[list[int]]:
-    """Group prompts so that each group fits into ``room`` tokens and ``most`` sequences.
+def pack_prompts(lengths: Sequence[int], room: int, n_seq_max: int) -> list[list[int]]:
+    """Group prompts so that each group fits into ``room`` tokens and ``n_seq_max`` sequences.
 
     First fit, longest first; a prompt that is longer than ``room`` has a group of its own.
     """
@@ -36,13 +36,13 @@ def packs(lengths: Sequence[int], room: int, most: int) -> list[list[int]]:
                 pack.append(index)
                 free -= length
                 # A pack that nothing fits into any more is not looked at again.
-                if free < shortest or len(pack) == most:
+                if free < shortest or len(pack) == n_seq_max:
                     del open_packs[slot]
                 else:
                     open_packs[slot] = (pack, free)
                 break
         else:
             packs.append([index])
-            if room - length >= shortest and most > 1:
+            if room - length >= shortest and n_seq_max > 1:
                 open_packs.append((packs[-1], room - length))
     return packs

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, cast, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from llamatap._native import native_of
 from llamatap._validate import flag, integer
 from llamatap.context import Context
 from llamatap.drafting.drafter import AnyDrafter, as_drafter
@@ -19,7 +20,7 @@ from llamatap.generation.options import GenerateOptions, checked_options, new_pr
 from llamatap.generation.results import Event, Generation
 from llamatap.generation.scheduler import Scheduler
 from llamatap.layers import LayerId
-from llamatap.model import Model
+from llamatap.loaded_model import LoadedModel
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -54,20 +55,20 @@ def _in_order(events: Generator[Event, None, None], n_prompts: int) -> Generator
     assert upcoming == n_prompts
 
 
-def _capacities(model: Model, prompts: Sequence[NDArray[np.int32]], max_tokens: int) -> list[int]:
+def _capacities(model: LoadedModel, prompts: Sequence[NDArray[np.int32]], max_tokens: int) -> list[int]:
     """The most positions of each request: prompt and max_tokens, up to the model's training length, or up to
     the prompt's own where that is longer."""
     return [min(len(prompt) + max_tokens, max(model.n_ctx_train, len(prompt))) for prompt in prompts]
 
 
-def _context_for(model: Model, capacities: Sequence[int]) -> Context:
-    n_seq_max = min(len(capacities), _MOST_SEQUENCES) if model.native.batches_sequences else 1
-    return model.context(n_ctx=sum(sorted(capacities)[-n_seq_max:]), n_seq_max=n_seq_max)
+def _context_for(model: LoadedModel, capacities: Sequence[int]) -> Context:
+    n_seq_max = min(len(capacities), _MOST_SEQUENCES) if native_of(model).batches_sequences else 1
+    return Context(model, n_ctx=sum(sorted(capacities)[-n_seq_max:]), n_seq_max=n_seq_max)
 
 
 @overload
 def generate(
-    model_or_context: Model | Context,
+    model_or_context: LoadedModel | Context,
     prompts: Input | Sequence[Input],
     drafter: AnyDrafter = None,
     *,
@@ -78,7 +79,7 @@ def generate(
 
 @overload
 def generate(
-    model_or_context: Model | Context,
+    model_or_context: LoadedModel | Context,
     prompts: Input | Sequence[Input],
     drafter: AnyDrafter = None,
     *,
@@ -89,7 +90,7 @@ def generate(
 
 @overload
 def generate(
-    model_or_context: Model | Context,
+    model_or_context: LoadedModel | Context,
     prompts: Input | Sequence[Input],
     drafter: AnyDrafter = None,
     *,
@@ -99,7 +100,7 @@ def generate(
 
 
 def generate(
-    model_or_context: Model | Context,
+    model_or_context: LoadedModel | Context,
     prompts: Input | Sequence[Input],
     drafter: AnyDrafter = None,
     *,
@@ -182,9 +183,9 @@ def generate(
     Prefill is in pieces of ``n_batch`` tokens at most, beside the decode of in-flight requests.
     """
     chosen = as_drafter(drafter)
-    if not isinstance(model_or_context, (Model, Context)):
+    if not isinstance(model_or_context, (LoadedModel, Context)):
         raise InvalidInputError(f"expected a Model or a Context, found {type(model_or_context).__name__}")
-    model = model_or_context if isinstance(model_or_context, Model) else model_or_context.model
+    model = model_or_context if isinstance(model_or_context, LoadedModel) else model_or_context.model
     flag("stream", stream)
     options, sampling = checked_options(
         model,

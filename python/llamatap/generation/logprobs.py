@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap._native import _core
+from llamatap._native import _core, native_of
 from llamatap.context import Context
 from llamatap.generation.results import TokenLogprobs
 
@@ -21,7 +21,7 @@ def at_outputs(context: Context, first_row: int, tokens: Sequence[int], n_top: i
     :raises NotFiniteError: the logits hold NaN or infinity.
     """
     ids = np.array(tokens, np.int32)
-    return _entries(ids.tolist(), *_core.logprobs(context.native, first_row, ids, n_top))
+    return _entries(ids.tolist(), *_core.logprobs(native_of(context), first_row, ids, n_top))
 
 
 def of_logits(logits: NDArray[np.float32], token: int, n_top: int) -> TokenLogprobs:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamatap import layers as layer_ids
+from llamatap._native import native_of
 from llamatap._validate import flag, integer, shown
 from llamatap.context import Context
 from llamatap.drafting.drafter import Drafter
@@ -17,7 +18,7 @@ from llamatap.generation.request import Request, RequestOptions
 from llamatap.generation.results import Generation
 from llamatap.generation.text_stream import TextStream
 from llamatap.layers import LayerId
-from llamatap.model import Model
+from llamatap.loaded_model import LoadedModel
 from llamatap.sampler import Sampler, SamplerOptions
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class GenerateOptions(SamplerOptions, total=False):
 
 
 def checked_options(
-    model: Model,
+    model: LoadedModel,
     drafter: Drafter | None,
     *,
     max_tokens: int = 128,
@@ -99,11 +100,11 @@ def checked_options(
 
 def room_of(context: Context) -> int:
     """The most positions of the context's memory that one request may take."""
-    return min(context.native.n_ctx_seq, context.native.position_limit)
+    return min(native_of(context).n_ctx_seq, native_of(context).position_limit)
 
 
 def new_prompt(
-    model: Model,
+    model: LoadedModel,
     index: int,
     tokens: NDArray[np.int32],
     room: int,
@@ -146,15 +147,15 @@ def _strings(name: str, values: str | Iterable[str]) -> tuple[str, ...]:
     return found
 
 
-def _stop_tokens(model: Model, tokens: Iterable[int]) -> tuple[int, ...]:
+def _stop_tokens(model: LoadedModel, tokens: Iterable[int]) -> tuple[int, ...]:
     if not isinstance(tokens, Iterable) or isinstance(tokens, (str, bytes)):
         raise InvalidInputError(f"stop_tokens must be a list of token ids, not {shown(tokens)}")
     return tuple(integer("a stop token", token, 0, model.n_vocab - 1) for token in tokens)
 
 
-def pieces_of(model: Model) -> Callable[[int], bytes]:
+def pieces_of(model: LoadedModel) -> Callable[[int], bytes]:
     """Function from a token to its bytes in the text; empty for special tokens, and without a vocabulary."""
-    native = model.native
+    native = native_of(model)
     try:
         native.piece(0, False)
     except UnsupportedError:

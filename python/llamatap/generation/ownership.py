@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
+from llamatap._engine_context import engine_of
+from llamatap._native import native_of
 from llamatap.context import Context
 from llamatap.drafting.drafter import Drafter, leaves
 from llamatap.errors import BusyError, InvalidInputError
@@ -40,12 +42,12 @@ def check_free(context: Context, drafter: Drafter | None) -> None:
     :raises InvalidInputError: it holds tokens.
     :raises BusyError: a generation is going on.
     """
-    if context.generation is not None:
+    if engine_of(context).owner is not None:
         raise BusyError(_NOT_FREE)
     if drafter is not None and any(_user(one) is not None for one in leaves(drafter)):
         raise BusyError("the drafter is in use by another generation; give each one of its own")
     for seq in range(context.n_seq_max):
-        if context.native.memory_last(seq) >= 0:
+        if native_of(context).memory_last(seq) >= 0:
             raise InvalidInputError(
                 f"sequence {seq} of the context holds tokens; generation needs an empty memory "
                 "(memory.clear())"
@@ -60,10 +62,8 @@ def held(context: Context, drafter: Drafter | None, user: object) -> Iterator[No
     """
     drafters = [] if drafter is None else list(leaves(drafter))
     try:
-        with context.lock:
-            if context.generation is not None:
-                raise BusyError(_NOT_FREE)
-            context.generation = user
+        if not engine_of(context).reserve(user):
+            raise BusyError(_NOT_FREE)
         with _taking:
             for one in drafters:
                 if _user(one) not in (None, user):
@@ -71,8 +71,7 @@ def held(context: Context, drafter: Drafter | None, user: object) -> Iterator[No
                 _users[id(one)] = weakref.ref(user)
         yield
     finally:
-        if context.generation is user:
-            context.generation = None
+        engine_of(context).release(user)
         for one in drafters:
             if _user(one) is user:
                 del _users[id(one)]

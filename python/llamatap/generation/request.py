@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from llamatap._engine_context import engine_of
 from llamatap.context import Context
 from llamatap.drafting.drafter import Draft
 from llamatap.generation.results import Event, FinishReason, Generation, Stats, TokenLogprobs
@@ -142,14 +143,7 @@ class Request:
     ) -> States:
         ids = np.array(tokens, np.int32)
         array.flags.writeable = ids.flags.writeable = False
-        return States(
-            array,
-            ids,
-            self.options.layers,
-            n_layer=context._loaded.n_layer,
-            source=context.source,
-            details={"rows": rows},
-        )
+        return engine_of(context).states(array, ids, self.options.layers, {"rows": rows})
 
     def _text_states(
         self, context: Context, rows: list[NDArray[np.float32]], tokens: Sequence[int]
@@ -161,7 +155,7 @@ class Request:
         return self._states(context, array, tokens, kind)
 
     def _no_rows(self, context: Context) -> NDArray[np.float32]:
-        return np.zeros((0, len(self.options.layers), context._loaded.n_embd), np.float32)
+        return np.zeros((0, len(self.options.layers), engine_of(context).model.n_embd), np.float32)
 
     def _generation(self, context: Context) -> Generation:
         assert self.finish_reason is not None

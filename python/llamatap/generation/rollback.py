@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from llamatap._engine_context import engine_of
+from llamatap._native import native_of
 from llamatap.context import Batch, Context
 from llamatap.generation.request import Request
 
@@ -32,7 +34,7 @@ class Rollback:
     def back(self, sequence: Request, n_accepted: int) -> None:
         """Roll back the rejected tokens of the draft: those from `sequence.position` on, after ``n_accepted``
         accepted ones."""
-        self.context.native.memory_remove(sequence.seq, sequence.position, -1)
+        native_of(self.context).memory_remove(sequence.seq, sequence.position, -1)
 
 
 class _Windows(Rollback):
@@ -83,10 +85,10 @@ class _Saved(Rollback):
         self._saved.clear()
         for one in sequences:
             if len(one.draft.tokens):
-                self._saved[one.seq] = self.context.native.save(one.seq)
+                self._saved[one.seq] = native_of(self.context).save(one.seq)
 
     def back(self, sequence: Request, n_accepted: int) -> None:
-        native, seq = self.context.native, sequence.seq
+        native, seq = native_of(self.context), sequence.seq
         native.restore(seq, self._saved.pop(seq))
         batch = Batch()
         first = sequence.position - n_accepted - 1
@@ -98,7 +100,7 @@ class _Saved(Rollback):
 
 def rollback_of(context: Context) -> Rollback:
     """The kind of rollback that the context's memory allows."""
-    model = context._loaded
+    model = engine_of(context).model
     if model.is_recurrent or model.is_hybrid:
         return _LastUbatch(context) if context.n_rs_seq > 0 else _Saved(context)
     if model.n_swa > 0 and not context.swa_full:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap._native import _core, flush_log
-from llamatap.context import Batch, Context, Tap
+from llamatap._engine_context import Capture, engine_of
+from llamatap._native import _core, flush_log, native_of
+from llamatap.context import Batch, Context
 from llamatap.drafting.drafter import (
     Draft,
     Drafter,
@@ -33,6 +34,7 @@ from llamatap.generation.results import Event, Generation
 from llamatap.generation.rollback import rollback_of
 from llamatap.layers import LayerId, normalize
 from llamatap.states import States
+from llamatap.tap import Tap
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -55,9 +57,9 @@ class Scheduler:
         specs = [] if drafter is None else specs_of(drafter)
         if any(spec.target is not context for spec in specs):
             raise InvalidInputError("the drafter was made for another context; generate in its target")
-        native = context.native
+        native = native_of(context)
         if not native.has_memory or not native.causal:
-            raise UnsupportedError(f"{context._loaded.arch} models do not generate text")
+            raise UnsupportedError(f"{engine_of(context).model.arch} models do not generate text")
         check_free(context, drafter)
         self.context = context
         self.drafter = drafter
@@ -71,7 +73,7 @@ class Scheduler:
         self.length = None if drafter is None else new_length(drafter)
         self.n_max = 0 if drafter is None else most_tokens(drafter)
         #: The layers whose states the drafter needs of every token.
-        self.layers = () if drafter is None else _layers(drafter, context._loaded.n_layer)
+        self.layers = () if drafter is None else _layers(drafter, engine_of(context).model.n_layer)
         self.rollback = rollback_of(context)
         self.now = 0.0
 
@@ -109,7 +111,7 @@ class Scheduler:
         # After a failure inside the engine there is nothing left to free.
         with contextlib.suppress(EngineError):
             if not self.context.closed:
-                self.context.native.memory_remove(seq, -1, -1)
+                native_of(self.context).memory_remove(seq, -1, -1)
 
     def _spent(self, phase: Literal["target", "draft", "sampling"], *sequences: Request) -> None:
         """Charge the seconds since the last call to these sequences, split by their entries in the pass."""
@@ -149,7 +151,7 @@ class Scheduler:
 
         :raises InvalidInputError: a tap is open, and the drafter or a text needs states.
         """
-        if self.context._tap is not None and (
+        if engine_of(self.context).capture is not None and (
             self.layers or any(one.options.states or one.options.prompt_states for one in self._coming())
         ):
             raise InvalidInputError(
@@ -198,9 +200,9 @@ class Scheduler:
             self.waiting.popleft()
             sequence.seq = self.free.pop()
             self.live.append(sequence)
-            if self.context.native.memory_last(sequence.seq) >= 0:
+            if native_of(self.context).memory_last(sequence.seq) >= 0:
                 # Left there after an error: it could not be removed then.
-                self.context.native.memory_remove(sequence.seq, -1, -1)
+                native_of(self.context).memory_remove(sequence.seq, -1, -1)
             if self.drafter is not None:
                 # The drafter may still know an earlier text under this id.
                 self.drafter.reset(sequence.seq)
@@ -251,7 +253,7 @@ class Scheduler:
 
     def _usable(self, draft: Draft, rejection: bool) -> Draft:
         tokens = draft.tokens
-        n_vocab = self.context._loaded.n_vocab
+        n_vocab = engine_of(self.context).model.n_vocab
         if not (tokens.min() >= 0 and tokens.max() < n_vocab):
             raise InvalidInputError(f"drafted token ids must be in 0..{n_vocab - 1}; found {tokens.tolist()}")
         return Draft(tokens, None, _distributions(draft, n_vocab) if rejection else None)
@@ -304,7 +306,7 @@ class Scheduler:
                 batch.add(token, sequence.position + i, sequence.seq, True)
             n_outputs += sequence.n_rows
         with tap or contextlib.nullcontext():
-            self.context._decode(batch)
+            engine_of(self.context).decode(batch)
             self._spent("target", *sequences)
             if self.drafter is not None:
                 self.drafter.process(batch)
@@ -341,7 +343,7 @@ class Scheduler:
             return None
         # After prefill all wanted rows are outputs.
         every = len(self.layers) > 0 or any(one.feeding for one in wanting)
-        return Tap(self.context, tuple(layers), "all" if every else "outputs", "float32")
+        return Tap(engine_of(self.context), Capture(tuple(layers), "all" if every else "outputs", "float32"))
 
     def _score(self, sequence: Request) -> None:
         """Record the log-probabilities of prompt tokens, each from the logits of the token before it."""
@@ -360,8 +362,8 @@ class Scheduler:
         draft = sequence.draft.tokens
         try:
             tokens, n_accepted = _core.verify(
-                self.context.native,
-                sequence.sampler.native,
+                native_of(self.context),
+                native_of(sequence.sampler),
                 sequence.first_row,
                 draft,
                 sequence.draft.distributions,
@@ -413,7 +415,7 @@ class Scheduler:
     def _ends(self, sequence: Request, token: int) -> bool:
         """Append the text of the newest token. Returns whether the token ends the generation."""
         is_stop = token in sequence.options.stop_tokens or (
-            not sequence.options.ignore_eos and self.context._loaded.is_end_of_generation(token)
+            not sequence.options.ignore_eos and engine_of(self.context).model.is_end_of_generation(token)
         )
         sequence.pieces.append("" if is_stop else sequence.text.push(token))
         if is_stop or sequence.text.stopped:
@@ -438,7 +440,7 @@ class Scheduler:
         if sequence.seq < 0:
             # Cancelled before it was admitted.
             return
-        self.context.native.memory_remove(sequence.seq, -1, -1)
+        native_of(self.context).memory_remove(sequence.seq, -1, -1)
         self._spent("target", sequence)
         if self.drafter is not None:
             self.drafter.reset(sequence.seq)
@@ -455,8 +457,9 @@ class Scheduler:
         batch = Batch()
         batch.add(sequence.tokens[-1], sequence.position, sequence.seq)
         # It is no output: nobody wants its logits.
-        with Tap(self.context, sequence.options.layers, "all", "float32") as tap:
-            self.context._decode(batch)
+        engine = engine_of(self.context)
+        with Tap(engine, Capture(sequence.options.layers, "all", "float32")) as tap:
+            engine.decode(batch)
         sequence.keep_rows(tap.states, 0, 1)
 
 

@@ -13,10 +13,11 @@ from llamatap._validate import instance, integer, shown
 from llamatap.chat import template as chat_templates
 from llamatap.context import Context
 from llamatap.errors import InvalidInputError
-from llamatap.extraction.extractor import Extractor, extract
-from llamatap.extraction.inputs import Window, bounds, prompt_tokens, window_text
+from llamatap.extraction.api import extract
+from llamatap.extraction.extractor import Extractor
+from llamatap.extraction.inputs import Window, prompt_tokens, window_bounds, window_text
 from llamatap.layers import LayerId, translate, translate_for
-from llamatap.model import Model
+from llamatap.loaded_model import LoadedModel
 from llamatap.states import States
 
 __all__ = ["Preset"]
@@ -92,12 +93,12 @@ class Preset:
                 f"the template uses {', '.join(sorted(others))}; the only variable it gets is prompt"
             )
 
-    def check(self, model: Model) -> None:
+    def check(self, model: LoadedModel) -> None:
         """Check that this is the model that the preset is made for, as far as its shape tells.
 
         :raises InvalidInputError: architecture, depth or width differ; with what was expected and found.
         """
-        instance("model", model, Model)
+        instance("model", model, LoadedModel, "Model")
         shape = {"architecture": model.arch, "n_layer": model.n_layer, "n_embd": model.n_embd}
         if all(getattr(self, key) in (None, found) for key, found in shape.items()):
             return
@@ -110,7 +111,7 @@ class Preset:
             f"{model.path.name} ({called}) has {found}. Give a GGUF file of {wanted}"
         )
 
-    def render(self, model: Model, prompt: str) -> str:
+    def render(self, model: LoadedModel, prompt: str) -> str:
         """The text for the model: the template, filled with the unchanged prompt.
 
         :raises InvalidInputError: the prompt is no text, or a template fails.
@@ -118,10 +119,10 @@ class Preset:
         """
         instance("prompt", prompt, str)
         if self.template is not None:
-            return chat_templates.fill(self.template, prompt=prompt)
+            return chat_templates.render_text(self.template, prompt=prompt)
         return model.apply_chat_template([{"role": "user", "content": prompt}], **self.template_variables)
 
-    def layer_ids(self, model: Model) -> list[LayerId]:
+    def layer_ids(self, model: LoadedModel) -> list[LayerId]:
         """The layers in llamatap's numbering: 0..n or ``"norm"``.
 
         :raises InvalidInputError: the model has no such layer.
@@ -139,7 +140,7 @@ class Preset:
         :raises InvalidInputError: it keeps none.
         """
         try:
-            bounds(self.rows, n_tokens)
+            window_bounds(self.rows, n_tokens)
         except InvalidInputError:
             assert self.rows is not None
             raise InvalidInputError(
@@ -150,7 +151,7 @@ class Preset:
     @overload
     def encode(  # type: ignore[overload-overlap]  # a str is a sequence of str, too
         self,
-        model: Model | Context | Extractor,
+        model: LoadedModel | Context | Extractor,
         prompts: str,
         *,
         dtype: DTypeLike | str | None = ...,
@@ -159,7 +160,7 @@ class Preset:
     @overload
     def encode(
         self,
-        model: Model | Context | Extractor,
+        model: LoadedModel | Context | Extractor,
         prompts: Sequence[str],
         *,
         dtype: DTypeLike | str | None = ...,
@@ -167,7 +168,7 @@ class Preset:
 
     def encode(
         self,
-        model: Model | Context | Extractor,
+        model: LoadedModel | Context | Extractor,
         prompts: str | Sequence[str],
         *,
         dtype: DTypeLike | str | None = None,
@@ -183,11 +184,11 @@ class Preset:
             is left.
         :raises Error: what :meth:`render`, :meth:`layer_ids` and :func:`llamatap.extract` raise.
         """
-        if not isinstance(model, (Model, Context, Extractor)):
+        if not isinstance(model, (LoadedModel, Context, Extractor)):
             raise InvalidInputError(
                 f"expected a Model, a Context or an Extractor, found {type(model).__name__}"
             )
-        loaded = model if isinstance(model, Model) else model.model
+        loaded = model if isinstance(model, LoadedModel) else model.model
         self.check(loaded)
         single = isinstance(prompts, str)
         if not single and (isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Sequence)):

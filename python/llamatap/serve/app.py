@@ -10,6 +10,7 @@ import anyio.to_thread
 from fastapi import FastAPI, Request, Response
 
 from llamatap.errors import InvalidInputError
+from llamatap.loaded_model import files_of
 from llamatap.serve import completions, errors, hidden_states, page, tokenizer
 from llamatap.serve.budget import ResponseEnd
 from llamatap.serve.disconnect import ClientGoneError
@@ -51,7 +52,7 @@ def create_app(models: Sequence[ModelOptions], options: ServerOptions | None = N
             if verifier is not None:
                 verifier.layers(workers[one.name].model)
             # Remembered, or the first answer would wait for it.
-            workers[one.name].model.files.sha256()
+            files_of(workers[one.name].model).sha256()
         server = Server(workers, options, metrics, verifier, ending)
         undo.pop_all()
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from llamatap import layers as layer_ids
 from llamatap.errors import ContextFullError, InvalidInputError, UnsupportedError
-from llamatap.extraction.inputs import cut
+from llamatap.extraction.inputs import cut_tokens
 from llamatap.layers import LayerId
 from llamatap.presets import Preset
 from llamatap.serve.disconnect import unless_gone
@@ -218,7 +218,7 @@ class _Work:
 
     def _add(self, server: Server, one: str | NDArray[np.int32]) -> None:
         whole = server.tokens(self.model, one)
-        tokens = cut(self.model, one, whole, self.max_length)
+        tokens = cut_tokens(self.model, one, whole, self.max_length)
         limit = self.worker.longest
         if len(tokens) > limit > 0:
             raise ContextFullError(

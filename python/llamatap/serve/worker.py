@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap._native import flush_log
+from llamatap._native import flush_log, native_of
 from llamatap.context import Context, ContextOptions
 from llamatap.drafting.model_drafters import DraftOptions, named_drafter
 from llamatap.errors import CancelledError, EngineError, Error, NotFiniteError, UnsupportedError
@@ -425,7 +425,7 @@ class ModelWorker:
         # A drafter's file has no context of its own.
         sizes: ContextOptions = {**self.options.context, "n_ctx": 256, "n_batch": 1, "n_ubatch": 1}
         with Context(self.model, **sizes) as context:
-            generates = context.native.has_memory and context.native.causal
+            generates = native_of(context).has_memory and native_of(context).causal
         if self.options.drafter is not None:
             self._session = self._new_session()
         elif generates:
@@ -433,7 +433,7 @@ class ModelWorker:
 
     def _text_context(self) -> Context:
         options, model = self.options, self.model
-        parallel = options.parallel if model.native.batches_sequences else 1
+        parallel = options.parallel if native_of(model).batches_sequences else 1
         sizes: ContextOptions = {**options.context, "n_ctx": self.n_ctx, "n_seq_max": parallel}
         return Context(model, **sizes)
 

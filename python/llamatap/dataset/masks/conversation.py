@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamatap.chat import template as chat_templates
-from llamatap.chat.unparsed_tokens import say
+from llamatap.chat.unparsed_tokens import warning_text
 from llamatap.dataset.masks.assistant_turns import Render, assistant_turns
 from llamatap.dataset.masks.empty_thoughts import ThoughtFrame, find_frames, without_empty_thought
 from llamatap.dataset.masks.loss_mask import TurnMasker
@@ -55,7 +55,7 @@ class ConversationMasker:
         template = self._template or self._model.chat_template
         if template is not None:
             # Before markers are put into them.
-            messages = chat_templates.read(template, messages)
+            messages = chat_templates.messages_for(template, messages)
         render = self._render(tools)
         text = render(messages)
         if not text:
@@ -86,7 +86,7 @@ class ConversationMasker:
             said = json.dumps(messages, ensure_ascii=False, skipkeys=True, default=str)
             written = {name: token for name, token in tokens.items() if text.count(name) > said.count(name)}
             if written:
-                raise UnsupportedError(f"{say(written)}, or give input_ids with a loss_mask")
+                raise UnsupportedError(f"{warning_text(written)}, or give input_ids with a loss_mask")
 
     @functools.cached_property
     def _frames(self) -> list[ThoughtFrame]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from llamatap.chat.history import THOUGHTS
+from llamatap.chat.messages import THOUGHT_FIELDS
 from llamatap.dataset.masks.assistant_turns import Render, Turn, assistant_turns
 from llamatap.dataset.masks.markers import Message
 from llamatap.errors import InvalidInputError
@@ -62,7 +62,7 @@ class ThoughtFrame:
 
 def find_frames(render: Render) -> list[ThoughtFrame]:
     """The frames that a template writes, one for each message field that it takes thoughts from."""
-    return list(dict.fromkeys(frame for name in (*THOUGHTS, None) for frame in _frame(render, name)))
+    return list(dict.fromkeys(frame for name in (*THOUGHT_FIELDS, None) for frame in _frame(render, name)))
 
 
 def _frame(render: Render, name: str | None) -> Iterator[ThoughtFrame]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llamatap.chat.history import THOUGHTS
+from llamatap.chat.messages import THOUGHT_FIELDS
 from llamatap.chat.template import GENERATION_END, GENERATION_START
 from llamatap.errors import InvalidInputError
 
@@ -186,7 +186,7 @@ class MarkedMessages:
             if "content" in message and (self._coverage.systems or not system):
                 result["content"] = _strings(message["content"], between)
             return result
-        for key in ("content", *THOUGHTS):
+        for key in ("content", *THOUGHT_FIELDS):
             if key in message:
                 result[key] = _strings(message[key], ended)
         if isinstance(message.get("tool_calls"), Sequence):

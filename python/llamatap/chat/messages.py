@@ -1,8 +1,8 @@
-"""Messages as a chat template reads them, where templates differ: contents that are null, arguments of calls.
+"""Adapting messages to a chat template: contents that are null, and arguments of tool calls.
 
 OpenAI's clients send the history of a tool call with ``content: null`` and arguments in JSON. Most templates
-fail on the one or print "None", and many write the other as a string within JSON; a few want just that. Which
-form a template reads is found by rendering a call of our own.
+fail on the first or print "None", and many write the second as a string within JSON; a few expect just that.
+Which form a template reads is found by rendering a call of our own.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from typing import Any
 from llamatap._validate import shown
 from llamatap.errors import InvalidInputError
 
-__all__ = ["CALLS", "SAID", "THOUGHTS", "history"]
+__all__ = ["CALL_FIELDS", "NON_CONTENT_FIELDS", "THOUGHT_FIELDS", "adapt_messages"]
 
-#: Fields of an assistant's message beside its content: the names that chat templates know for thoughts.
-THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought", "tool_plan")
-#: The names that they know for calls.
-CALLS = ("tool_calls", "function_call")
-#: Where an assistant's message may say something that is no content.
-SAID = (*THOUGHTS, *CALLS)
+#: The names that chat templates know for an assistant's thoughts.
+THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking", "thought", "tool_plan")
+#: The names that they know for its calls of tools.
+CALL_FIELDS = ("tool_calls", "function_call")
+#: All fields beside the content in which an assistant's message may say something.
+NON_CONTENT_FIELDS = (*THOUGHT_FIELDS, *CALL_FIELDS)
 
-# A word that no template has of its own, and a name.
+# A value and a name that no template contains by itself.
 _VALUE, _NAME = "qvorn", "qvelb"
 _AS_TEXT = json.dumps({_NAME: _VALUE})
 
 
 @dataclass(frozen=True)
-class _Calls:
+class _CallFormat:
     """The form in which a template reads a message that calls a tool.
 
-    :ivar content: in place of none, or of an empty one.
-    :ivar mapping: whether it reads arguments that are a mapping.
-    :ivar text: whether it reads arguments in JSON, as they are.
+    :ivar content: the content to give where there is none, or an empty one.
+    :ivar mapping: whether arguments may be a mapping.
+    :ivar text: whether arguments may be JSON text.
     """
 
     content: str | None
@@ -44,29 +44,29 @@ class _Calls:
     text: bool
 
 
-def history(
+def adapt_messages(
     template: str,
     messages: Sequence[Mapping[str, Any]],
     render: Callable[[str, Sequence[Mapping[str, Any]]], str],
 ) -> list[Mapping[str, Any]]:
-    """The messages in the form that a template reads.
+    """Convert messages to the form that a template reads.
 
     :param render: renders messages by a template, with tools; it raises InvalidInputError.
     :raises InvalidInputError: there are no messages, one says nothing, or has calls that are none.
     """
     if not messages:
         raise InvalidInputError('messages is empty: give at least one {"role": ..., "content": ...}')
-    return [_read(template, index, message, render) for index, message in enumerate(messages)]
+    return [_adapt_message(template, index, message, render) for index, message in enumerate(messages)]
 
 
-def _read(
+def _adapt_message(
     template: str,
     index: int,
     message: Mapping[str, Any],
     render: Callable[[str, Sequence[Mapping[str, Any]]], str],
 ) -> Mapping[str, Any]:
     _check_calls(index, message)
-    calls = next((name for name in CALLS if message.get(name)), None)
+    calls = next((name for name in CALL_FIELDS if message.get(name)), None)
     if message.get("content") is not None and calls is None:
         return message
     found = dict(message)
@@ -75,20 +75,20 @@ def _read(
             raise InvalidInputError(
                 f"message {index} says nothing: expected a content, found {shown(message):.80}"
             )
-        # Those of other roles may have their say in fields of their own.
+        # Messages of other roles may say something in fields of their own.
         if "content" in found or found.get("role") in ("assistant", "tool"):
             found["content"] = ""
     if calls is not None and found.get("content") == "":
-        found["content"] = _calls(template, render).content
+        found["content"] = _call_format(template, render).content
     if isinstance(found.get("tool_calls"), Sequence) and not isinstance(found["tool_calls"], str):
-        reads = _calls(template, render)
-        if reads.mapping != reads.text:
-            found["tool_calls"] = [_call(call, reads) for call in found["tool_calls"]]
+        call_format = _call_format(template, render)
+        if call_format.mapping != call_format.text:
+            found["tool_calls"] = [_convert_call(call, call_format) for call in found["tool_calls"]]
     return found
 
 
 def _check_calls(index: int, message: Mapping[str, Any]) -> None:
-    """The calls of a message are calls; null and empty ones are none.
+    """Check that the calls of a message are calls; null and empty ones are none.
 
     :raises InvalidInputError: they are something else.
     """
@@ -96,7 +96,7 @@ def _check_calls(index: int, message: Mapping[str, Any]) -> None:
     if isinstance(several, (list, tuple)):
         calls = list(several)
     else:
-        # Templates would leave it out, or fail.
+        # Templates would leave anything else out, or fail.
         calls = [] if several is None or (isinstance(several, str) and not several) else [None]
     if not all(_is_call(call) for call in calls):
         raise InvalidInputError(
@@ -116,32 +116,34 @@ def _is_call(call: Any) -> bool:
     return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
 
-def _call(call: Any, reads: _Calls) -> Any:
-    """A call with its arguments in the one form that the template reads."""
+def _convert_call(call: Any, call_format: _CallFormat) -> Any:
+    """Convert the arguments of a call to the one form that the template reads."""
     if not isinstance(call, Mapping):
         return call
     if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _call(call["function"], reads)}
+        return {**call, "function": _convert_call(call["function"], call_format)}
     arguments = call.get("arguments")
-    if reads.mapping and isinstance(arguments, str):
+    if call_format.mapping and isinstance(arguments, str):
         try:
             parsed = json.loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError):
             return call
         return {**call, "arguments": parsed} if isinstance(parsed, Mapping) else call
-    if reads.text and isinstance(arguments, Mapping):
+    if call_format.text and isinstance(arguments, Mapping):
         try:
             return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
         except (TypeError, ValueError):
-            # Python's callers may have anything in them.
+            # Arguments from Python may hold anything.
             return call
     return call
 
 
 @functools.lru_cache(64)
-def _calls(template: str, render: Callable[[str, Sequence[Mapping[str, Any]]], str]) -> _Calls:
+def _call_format(template: str, render: Callable[[str, Sequence[Mapping[str, Any]]], str]) -> _CallFormat:
+    """Find the form in which a template reads calls, by rendering some."""
+
     def written(content: str | None, arguments: Any) -> str | None:
-        """A call as the template writes it, blanks aside; None where it fails or leaves the call out."""
+        """The template's text of a call, without blanks; None where it fails or leaves the call out."""
         function = {"name": "qfrip", "arguments": arguments}
         # Mistral's templates want ids of nine characters.
         call = {"type": "function", "id": "123456789", "function": function}
@@ -162,6 +164,6 @@ def _calls(template: str, render: Callable[[str, Sequence[Mapping[str, Any]]], s
         mapping, text = written(content, {_NAME: _VALUE}), written(content, _AS_TEXT)
         if mapping or text:
             # Gemma 4's template writes braces around both.
-            return _Calls(content, mapping is not None, text is not None and mapping in (text, None))
-    # Where neither is to be seen: what transformers documents.
-    return _Calls("", True, False)
+            return _CallFormat(content, mapping is not None, text is not None and mapping in (text, None))
+    # Neither appears: the form that transformers documents.
+    return _CallFormat("", True, False)

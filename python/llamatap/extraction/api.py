@@ -1,0 +1,132 @@
+"""Extraction of a call: :func:`extract`, and the extractors that it keeps."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, overload
+
+from numpy.typing import DTypeLike, NDArray
+
+from llamatap._native import native_of
+from llamatap.context import Context
+from llamatap.errors import ContextFullError, InvalidInputError
+from llamatap.extraction.compute import compute
+from llamatap.extraction.extractor import Extractor
+from llamatap.extraction.inputs import Input, Window
+from llamatap.extraction.request import ExtractionRequest, Pooling
+from llamatap.layers import LayerId
+from llamatap.loaded_model import LoadedModel, at_close
+from llamatap.states import States
+
+__all__ = ["extract"]
+
+#: The extractor of each model that was given to :func:`extract`. It refers to its model weakly: models are
+#: too large to wait for the collection of cycles.
+_extractors: weakref.WeakKeyDictionary[LoadedModel, Extractor] = weakref.WeakKeyDictionary()
+_extractors_lock = threading.Lock()
+
+
+def _extractor_of(model: LoadedModel) -> Extractor:
+    with _extractors_lock:
+        extractor = _extractors.get(model)
+        if extractor is None:
+            extractor = Extractor(weakref.proxy(model))
+            _extractors[model] = extractor
+            at_close(model, extractor.close)
+        return extractor
+
+
+@overload
+def extract(  # type: ignore[overload-overlap]  # a str is a sequence of str, too
+    model_or_context: LoadedModel | Context,
+    inputs: Input,
+    layers: Iterable[LayerId] | LayerId = ...,
+    *,
+    dtype: DTypeLike | str | None = ...,
+    max_length: int | None = ...,
+    window: Window | None = ...,
+    pool: Pooling | None = ...,
+    out: NDArray[Any] | None = ...,
+    cancelled: Callable[[], bool] | None = ...,
+) -> States: ...
+
+
+@overload
+def extract(
+    model_or_context: LoadedModel | Context,
+    inputs: Sequence[Input],
+    layers: Iterable[LayerId] | LayerId = ...,
+    *,
+    dtype: DTypeLike | str | None = ...,
+    max_length: int | None = ...,
+    window: Window | Sequence[Window | None] | None = ...,
+    pool: Pooling | None = ...,
+    out: Sequence[NDArray[Any]] | None = ...,
+    cancelled: Callable[[], bool] | None = ...,
+) -> list[States]: ...
+
+
+def extract(
+    model_or_context: LoadedModel | Context,
+    inputs: Input | Sequence[Input],
+    layers: Iterable[LayerId] | LayerId = (-2,),
+    *,
+    dtype: DTypeLike | str | None = None,
+    max_length: int | None = None,
+    window: Window | Sequence[Window | None] | None = None,
+    pool: Pooling | None = None,
+    out: NDArray[Any] | Sequence[NDArray[Any]] | None = None,
+    cancelled: Callable[[], bool] | None = None,
+) -> States | list[States]:
+    """The hidden states of prompts at the layers asked for.
+
+    :param model_or_context: a Model brings a context of its own, sized to the work and kept for the next
+        call. A Context must be empty, and is empty afterwards.
+    :param inputs: a text, token ids, or a list of either; a list gives a list. Texts are tokenised with
+        special tokens added and recognised.
+    :param layers: ids 0..n, negative from the end (-1 is H_n, pre-norm; -2 is what enters the last
+        block), ``"norm"`` for norm(H_n); any subset, in any order, repeats kept. :mod:`llamatap.layers` says
+        what they are in a post-norm encoder (BERT), which has no ``"norm"``.
+    :param dtype: float32 (unless said here or given by ``out``), float16 or bfloat16; converted while
+        copying, to nearest even.
+    :param max_length: cut prompts on the right to this many tokens. A text keeps the EOS that the tokenizer
+        adds.
+    :param window: positions [start, stop) that are wanted, as of a slice; one, or one for each input.
+        What lies outside takes no memory.
+    :param pool: "mean", "last" or "max" over the window instead of a row a token; raw otherwise, and
+        never normalised.
+    :param out: a C-contiguous array (or memmap) to write into, ``(n_tokens, n_layers, n_embd)``, or
+        ``(n_layers, n_embd)`` with ``pool``; a list of them for a list of inputs.
+    :param cancelled: is asked before each batch and about every 50 ms while the engine works, from the
+        calling thread; once it says True the work ends, on a GPU with the pass of ``n_ubatch`` tokens that
+        is under way. ``threading.Event().is_set`` is one.
+    :returns: :class:`llamatap.States`, or a list of them, in the order of the inputs.
+    :raises InvalidInputError: an argument is wrong; nothing was computed.
+    :raises ContextFullError: a prompt is too long; with both numbers.
+    :raises OutOfMemoryError: the states, or the context for them, do not fit into memory; with both numbers.
+        Nothing was allocated.
+    :raises UnsupportedError: the model carries no single residual stream, or is no language model or
+        encoder of its own (encoder-decoders, drafters), or ``"norm"`` is asked of one that has none.
+    :raises BusyError: another thread uses the context.
+    :raises ClosedError: the model or the context was closed.
+    :raises CancelledError: ``cancelled`` said so. What ``out`` holds then is of no use; the context is as it
+        was before.
+
+    Nothing after the last wanted layer is computed, the output head included. Many short prompts share
+    batches. Runs without the GIL; Ctrl-C ends it.
+    """
+    if not isinstance(model_or_context, (LoadedModel, Context)):
+        raise InvalidInputError(f"expected a Model or a Context, found {type(model_or_context).__name__}")
+    model = model_or_context if isinstance(model_or_context, LoadedModel) else model_or_context.model
+    request = ExtractionRequest(model, inputs, layers, dtype, max_length, window, pool, out, cancelled)
+    if isinstance(model_or_context, LoadedModel):
+        return _extractor_of(model).run(request)
+    room = native_of(model_or_context).n_ctx_seq
+    if request.longest > room:
+        raise ContextFullError(
+            f"a prompt of {request.longest} tokens does not fit into a context of {room} a sequence (n_ctx); "
+            "cut it with max_length, or make a larger context"
+        )
+    return request.result(compute(request, model_or_context, range(len(request.jobs))))
