@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from llamatap._validate import flag, instance, integer, shown
+from llamatap._validate import choice, flag, instance, integer
 from llamatap.context import ContextOptions
 from llamatap.errors import InvalidInputError
 from llamatap.layers import LayerId
@@ -100,5 +100,4 @@ class DatasetOptions:
             )
         flag("supervise_empty_thoughts", self.supervise_empty_thoughts)
         flag("resume", self.resume)
-        if self.on_error not in ("skip", "stop"):
-            raise InvalidInputError(f"on_error must be 'skip' or 'stop', not {shown(self.on_error)}")
+        choice("on_error", self.on_error, ("skip", "stop"))

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap._validate import integer, shown
+from llamatap._validate import choice, integer
 from llamatap.errors import InvalidInputError
 from llamatap.train.sample import TrainingSample
 
-__all__ = ["Pairing", "TrainingBatch", "check_pairing", "trainable", "training_batch", "window"]
+__all__ = ["PAIRINGS", "Pairing", "TrainingBatch", "trainable", "training_batch", "window"]
 
 #: The token paired with the state h[t]. "eagle": the next one, token[t+1], as in the engine and in EAGLE's
 #: own code (llama.cpp, speculators, SpecForge). "verl": its own, token[t], as in the co-training of verl.
 Pairing = Literal["eagle", "verl"]
-
-
-def check_pairing(pairing: object) -> None:
-    """Check that a value is a :data:`Pairing`."""
-    if pairing not in ("eagle", "verl"):
-        raise InvalidInputError(f"pairing must be 'eagle' or 'verl', not {shown(pairing)}")
+PAIRINGS = get_args(Pairing)
 
 
 class TrainingBatch(TypedDict):
@@ -118,7 +113,7 @@ def training_batch(
     :raises InvalidInputError: there is nothing to train on, with the numbers of samples by reason; or the
         samples differ in layers, shapes or dtypes.
     """
-    check_pairing(pairing)
+    choice("pairing", pairing, PAIRINGS)
     samples = list(samples)
     chosen, reasons = trainable(samples, max_len)
     if not chosen:

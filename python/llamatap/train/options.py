@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from llamatap._validate import flag, integer, number
+from llamatap._validate import choice, flag, integer, number
 from llamatap.errors import InvalidInputError
 from llamatap.states import dtype_name
 from llamatap.train.batch import (
+    PAIRINGS,
     Pairing,
     TrainingBatch,
-    check_pairing,
     nothing_to_train_on,
     trainable,
     training_batch,
@@ -71,7 +71,7 @@ class TrainOptions:
         integer("max_len", self.max_len, 2)
         flag("store_hidden_states", self.store_hidden_states)
         dtype_name(self.dtype)
-        check_pairing(self.pairing)
+        choice("pairing", self.pairing, PAIRINGS)
         for name in ("vloss_weight", "ploss_weight"):
             # NaN fails the comparison.
             if not number(name, getattr(self, name)) >= 0:
