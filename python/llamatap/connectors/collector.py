@@ -43,7 +43,7 @@ class Collector:
     def __init__(
         self, connector: Connector, *, wait: float = 0.0, dtype: DTypeLike | str | None = "bfloat16"
     ) -> None:
-        # Imported here: not needed for reading alone.
+        # Imported here, because reading does not need it.
         from llamatap.dataset.samples import Samples
 
         instance("connector", connector, Connector)

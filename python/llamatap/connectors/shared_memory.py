@@ -59,7 +59,9 @@ class SharedMemoryConnector(FileConnector):
         for folder in (base, base / name):
             folder.mkdir(mode=0o700, exist_ok=True)
             if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
-                raise PermissionError(f"{folder} belongs to another user; give another name")
+                raise PermissionError(
+                    f"{folder} belongs to another user; have it removed, or give another name"
+                )
         super().__init__(base / name)
         self.max_bytes = shutil.disk_usage(self.folder).total // 2 if max_bytes is None else max_bytes
         self._lock = threading.Lock()

@@ -56,7 +56,9 @@ class DatasetFolder:
                 ) from None
             return None
         except (ValueError, RecursionError) as error:
-            raise InvalidInputError(f"{self.path / MANIFEST} cannot be read: {error}") from error
+            raise InvalidInputError(
+                f"{self.path / MANIFEST} cannot be read ({error}): restore it, or give another folder"
+            ) from error
         if (
             not isinstance(found, dict)
             or not isinstance(found.get("made_with"), dict)

@@ -83,7 +83,7 @@ class DataBuffer:
         :param layers: the layers of the states, in order; the last is the one to predict: ``"norm"`` or H_n.
             None if unknown: the last one is predicted then, whichever it is.
         :param n_layer: the number of blocks of the model, for layers that count from the end, and for H_n.
-        :raises InvalidInputError: the batch is none, states do not fit their tokens, or the last of the
+        :raises InvalidInputError: it is no batch, states do not fit their tokens, or the last of the
             layers is neither ``"norm"`` nor H_n.
         """
         named = None if layers is None else checked_layers(layers, n_layer)
