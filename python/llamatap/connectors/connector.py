@@ -13,6 +13,7 @@ from llamatap._validate import instance
 from llamatap.errors import InvalidInputError
 from llamatap.generation.results import Generation, whole_states
 from llamatap.states import States
+from llamatap.train.batch_to_samples import read_mask
 
 __all__ = ["Connector", "Stored", "tensors_of"]
 
@@ -91,11 +92,5 @@ def tensors_of(states: States, loss_mask: ArrayLike | None) -> Stored:
         raise InvalidInputError(f"NaN or infinity in layers {layers}: nothing was put; see lt.probe")
     found: Stored = {"hidden_states": states.array, "token_ids": states.tokens.astype(np.int64)}
     if loss_mask is not None:
-        mask = np.asarray(loss_mask)
-        if mask.shape != (len(states),) or not np.isin(mask, (0, 1)).all():
-            raise InvalidInputError(
-                f"loss_mask must be 0 or 1 for each of the {len(states)} tokens; found "
-                f"{mask.dtype} of {mask.shape}"
-            )
-        found["loss_mask"] = mask.astype(np.float32)
+        found["loss_mask"] = read_mask("loss_mask", loss_mask, len(states))
     return found

@@ -117,7 +117,7 @@ def register() -> None:
         return
     if "speculators.train.config.resolution" in sys.modules:
         raise UnsupportedError(
-            "speculators.train is imported already, and read its back ends then; register before"
+            "register the back end before speculators.train is imported, which reads its back ends then"
         )
     HiddenStatesBackend.register("llamatap")(ConnectorBackend)
 
