@@ -1,4 +1,4 @@
-"""Choosing tokens from logits."""
+"""Sampler: draws tokens from logits by the engine's sampler chain."""
 
 from __future__ import annotations
 
