@@ -1,4 +1,4 @@
-"""Sampler: draws tokens from logits by the engine's sampler chain."""
+"""Choosing tokens from logits."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from llamatap.storage.atomic_writes import atomic_path
 from llamatap.storage.model_files import ModelFiles
 from llamatap.storage.safetensors_metadata import JSON_KEYS, from_metadata, to_metadata
 
-__all__ = ["DTYPES", "Source", "States", "check_finite", "dtype_name", "with_prompt_length", "write_tensors"]
+__all__ = ["DTYPES", "Source", "States", "check_finite", "dtype_name", "write_tensors"]
 
 DTYPES = {
     "float32": np.dtype(np.float32),
