@@ -1,4 +1,4 @@
-"""A drafting loop written by hand: EAGLE-3 on the low-level calls. Its tokens are those of lt.generate.
+"""A drafting loop by hand: EAGLE-3 on the low-level calls. It gives the same tokens as lt.generate.
 
 python examples/own_loop.py TARGET.gguf EAGLE3.gguf "Once upon a time"
 """
@@ -13,11 +13,12 @@ import llamatap as lt
 def generate(
     context: lt.Context, spec: lt.SpeculativeContext, prompt: list[int], n_tokens: int, n_draft: int = 3
 ) -> list[int]:
-    """The most likely n_tokens after the prompt."""
+    """Continue the prompt with the n_tokens most likely tokens (greedy decoding)."""
     tokens = list(prompt)
-    with context.tap(spec.target_layers):
+    with context.tap(spec.target_layers) as tap:
         context.decode(lt.Batch.of(tokens))
-        states = spec.encode(spec.features())
+        # The features of a token are its states of all target layers, side by side.
+        states = spec.encode(tap.states.array.reshape(len(tokens), -1))
         # The pair at position p is (token[p+1], state[p]); the last state waits for its token.
         spec.decode(tokens[1:], states[:-1], range(len(tokens) - 1), outputs=False)
         tokens.append(int(context.logits().argmax()))
@@ -39,8 +40,8 @@ def generate(
             best = [int(context.logits(row).argmax()) for row in range(len(batch))]
             n_accepted = next((i for i, token in enumerate(draft) if token != best[i]), n_draft)
 
-            # What was drafted is taken back; what stands is decoded again with the target's own states.
-            states = spec.encode(spec.features())
+            # Rejected tokens are rolled back; accepted ones are decoded again with the target's own states.
+            states = spec.encode(tap.states.array.reshape(len(batch), -1))
             context.memory.remove(0, newest + 1 + n_accepted)
             spec.memory.remove(0, newest)
             positions = range(newest, newest + n_accepted)
@@ -54,5 +55,5 @@ if __name__ == "__main__":
     with lt.Model(sys.argv[1]) as model, model.context(n_ctx=2048) as own:
         beside = lt.SpeculativeContext(own, sys.argv[2])
         if beside.kind != "eagle3":
-            sys.exit(f"this loop is that of EAGLE-3; {sys.argv[2]} is of the kind {beside.kind}")
+            sys.exit(f"this loop drafts with EAGLE-3 files; {sys.argv[2]} is a file of kind {beside.kind}")
         print(model.detokenize(generate(own, beside, model.tokenize(sys.argv[3]).tolist(), 64)))

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from llamatap._native import _core, build_config
 from llamatap.context import Batch, Context
-from llamatap.drafting.drafter import (
-    AnyDrafter,
-    CallableDrafter,
-    Draft,
-    Drafter,
-    DrafterChain,
-    DraftRequest,
-    NGramDrafter,
-    TextDrafter,
-)
+from llamatap.drafting.any_drafter import AnyDrafter
+from llamatap.drafting.chain import DrafterChain
+from llamatap.drafting.drafter import Draft, Drafter, DraftRequest
 from llamatap.drafting.model_drafters import (
     DFlashDrafter,
     Eagle3Drafter,
@@ -22,7 +15,9 @@ from llamatap.drafting.model_drafters import (
     SpeculativeDrafter,
     load_drafter,
 )
+from llamatap.drafting.ngram import NGramDrafter
 from llamatap.drafting.speculative_context import DraftOutput, SpeculativeContext
+from llamatap.drafting.text_drafters import CallableDrafter, TextDrafter
 from llamatap.errors import (
     BusyError,
     CancelledError,

@@ -130,12 +130,6 @@ class EngineContext:
     def capture(self, capture: Capture | None) -> None:
         self._capture = None if capture is None else weakref.ref(capture)
 
-    @property
-    def tapped(self) -> States | None:
-        """States of the last decode from the open tap; None when no tap is open or nothing was decoded."""
-        capture = self.capture
-        return None if capture is None else capture.states
-
     def require_outputs(self, n_outputs: int, *, computed: bool = True) -> None:
         """Refuse outputs whose logits do not fit into memory: the engine allocates them when it decodes.
 

@@ -19,7 +19,7 @@ from llamatap._validate import choice, instance, integer
 from llamatap.kv_memory import Memory, sequence_id
 from llamatap.layers import LayerId
 from llamatap.loaded_model import LoadedModel, files_of
-from llamatap.states import Source, States, dtype_name
+from llamatap.states import Source, dtype_name
 from llamatap.storage import saved_sequences
 from llamatap.tap import Tap
 
@@ -208,11 +208,6 @@ class Context(EngineOwner, Closeable):
         self._engine.writable  # noqa: B018  raises while a generation is going on
         instance("batch", batch, Batch)
         self._engine.decode(batch)
-
-    @property
-    def tapped(self) -> States | None:
-        """States of the last decode from the open tap; None when no tap is open or nothing was decoded."""
-        return self._engine.tapped
 
     def logits(self, row: int = -1) -> NDArray[np.float32]:
         """The logits of an entry of the last batch: float32 ``(n_vocab,)``, a copy.

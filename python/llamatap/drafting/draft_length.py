@@ -1,19 +1,44 @@
-"""How many tokens a draft should have: what acceptance and the cost of passes make of it."""
+"""How long a draft is: the option ``n_max``, its limits, and what ``n_max="auto"`` measures.
+
+A draft has as many tokens as the least of these allows:
+
+- the drafter's ``n_max`` (:func:`most_tokens`), or for "auto" the length that :class:`DraftLength` chooses
+  for the round;
+- what the target's memory can roll back (:meth:`llamatap.generation.rollback.Rollback.longest_draft`);
+- what the request has left of ``max_tokens`` and of the context (:mod:`llamatap.generation.drafting_round`).
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
+from typing import Literal, TypeAlias
 
-from llamatap._validate import integer
+from llamatap._validate import integer, shown
+from llamatap.errors import InvalidInputError
 
-__all__ = ["DraftLength"]
+__all__ = [
+    "AUTO_LONGEST",
+    "DraftLength",
+    "MaxTokens",
+    "check_shortest",
+    "checked_n_max",
+    "longest_draft",
+    "measured_length",
+    "most_tokens",
+]
+
+#: The longest draft that ``n_max="auto"`` considers.
+AUTO_LONGEST = 8
+#: The option ``n_max``: the most tokens of a draft; "auto" measures which length gives the most tokens per
+#: second.
+MaxTokens: TypeAlias = int | Literal["auto"]
 
 # Decay of past rounds per new round: about 50 rounds count.
 _KEPT = 0.98
-# A first guess that weighs as much as two tries: every other token is accepted.
+# A prior that weighs as much as two tries: every other token is accepted.
 _PRIOR_HITS, _PRIOR_TRIES = 1.0, 2.0
-# Every so many rounds another length is tried, so that costs and acceptance do not go stale.
+# How often another length is tried, in rounds, so that costs and acceptance do not go stale.
 _EXPLORE_EVERY = 16
 _MEASURED = 9
 # The cost of a length that is older than this many rounds is forgotten when it is measured again.
@@ -25,17 +50,18 @@ class DraftLength:
 
     :param longest: the longest draft that is considered.
 
-    With ``a[i]`` the share of drafts whose i-th token was accepted, of those whose first i-1 were, a draft of
-    k tokens gives ``1 + a[1] + a[1] a[2] + ... + a[1]...a[k]`` tokens a round. With ``c[k]`` the seconds that
-    rounds with k drafted tokens took (the median of the last 9; between lengths that were measured, on a
-    line), the length is the k that maximises tokens over seconds. Older rounds count less: the weight of one
-    is 0.98 of that of the next.
+    ``a[i]`` is the acceptance rate at position i: the share of drafts whose i-th token was accepted, among
+    those whose first i-1 tokens were. A draft of k tokens gives ``1 + a[1] + a[1] a[2] + ... + a[1]...a[k]``
+    tokens a round. ``c[k]`` is the duration of rounds with k drafted tokens: the median of the last 9,
+    interpolated linearly between measured lengths. The chosen length is the k that maximises tokens per
+    second. Older rounds count less: the weight of a round is 0.98 of that of the next.
 
-    Seconds are those of rounds with as many sequences: eight take longer than one, and a pass that is full
-    without drafts makes each token of a draft dearer. Acceptance is of all rounds. The first rounds measure
-    the longest draft, none, one of a single token and one of half the length, twice each; with another number
-    of sequences, once each. Later every 16th round tries another length: in turn the ones beside the best,
-    the longest, and half of it. A length that is measured after 48 rounds or more is measured anew.
+    Durations are kept by the number of sequences: a round of 8 takes longer than a round of 1, and a pass
+    that is full without drafts makes each drafted token dearer. Acceptance is counted over all rounds. The
+    first rounds measure the longest draft, none, one of a single token and one of half the length, twice
+    each; with another number of sequences, once each. Later every 16th round tries another length: in turn
+    the ones beside the best, the longest, and half of it. A length that was last measured 48 rounds ago or
+    earlier is measured anew.
     """
 
     def __init__(self, longest: int) -> None:
@@ -55,7 +81,8 @@ class DraftLength:
             self._hits[i] += i < accepted
 
     def measure(self, drafted: int, seconds: float, n_sequences: int = 1) -> None:
-        """A round of so many sequences with ``drafted`` tokens each took ``seconds``, drafting included."""
+        """Note that a round of ``n_sequences`` with ``drafted`` tokens each took ``seconds``, drafting
+        included."""
         length = min(drafted, self.longest)
         known = self._seconds.setdefault(n_sequences, {}).setdefault(length, deque(maxlen=_MEASURED))
         if self._rounds - self._measured_at.get((n_sequences, length), self._rounds) >= _STALE:
@@ -64,12 +91,12 @@ class DraftLength:
         known.append(seconds)
 
     def acceptance(self, position: int) -> float:
-        """Acceptance rate at ``position`` (from 1), of the drafts accepted up to there."""
+        """Acceptance rate at ``position`` (from 1), among the drafts accepted up to there."""
         i = position - 1
         return (self._hits[i] + _PRIOR_HITS) / (self._tries[i] + _PRIOR_TRIES)
 
     def tokens(self, length: int) -> float:
-        """The tokens that a round with a draft of this length is expected to give."""
+        """Expected tokens of a round with a draft of this length."""
         total = product = 1.0
         for position in range(1, length + 1):
             product *= self.acceptance(position)
@@ -77,8 +104,8 @@ class DraftLength:
         return total
 
     def seconds(self, length: int, n_sequences: int = 1) -> float | None:
-        """The seconds that a round of so many sequences with drafts of this length takes; None when too
-        little was measured."""
+        """Expected duration of a round of ``n_sequences`` with drafts of this length; None when too little
+        was measured."""
         measured = self._seconds.get(n_sequences, {})
         known = {k: statistics.median(values) for k, values in measured.items()}
         if length in known:
@@ -93,8 +120,7 @@ class DraftLength:
         return max(known[low] + slope * (length - low), min(known.values()) * 0.5)
 
     def best(self, n_sequences: int = 1) -> int:
-        """The length that promises the most tokens per second, of what is known; the longest when too little
-        is."""
+        """The length with the most expected tokens per second; the longest when too little was measured."""
         rates = []
         for length in range(self.longest + 1):
             seconds = self.seconds(length, n_sequences)
@@ -104,9 +130,9 @@ class DraftLength:
         return max(range(len(rates)), key=rates.__getitem__)
 
     def choose(self, n_sequences: int = 1) -> int:
-        """The length for the next round, of so many sequences."""
+        """Choose the length for the next round, of ``n_sequences``."""
         self._rounds += 1
-        # Also of rounds without a draft: what is known of acceptance is old by then.
+        # Rounds without a draft age what is known of acceptance, too.
         for i in range(self.longest):
             self._hits[i] *= _KEPT
             self._tries[i] *= _KEPT
@@ -123,3 +149,57 @@ class DraftLength:
         others = [best + 1, self.longest, best - 1, self.longest // 2]
         other = others[self._rounds // _EXPLORE_EVERY % len(others)]
         return other if 0 <= other <= self.longest and other != best else max(best - 1, 1)
+
+
+def measured_length(n_max: object) -> DraftLength | None:
+    """A new :class:`DraftLength` for ``n_max="auto"``; None for every other ``n_max``."""
+    return DraftLength(AUTO_LONGEST) if _is_auto(n_max) else None
+
+
+def longest_draft(n_max: object) -> int:
+    """The longest draft that the option ``n_max`` allows.
+
+    :raises InvalidInputError: it is neither an integer in 1..1024 nor "auto".
+    """
+    found = checked_n_max("n_max", n_max)
+    return AUTO_LONGEST if found == "auto" else found
+
+
+def checked_n_max(name: str, n_max: object) -> MaxTokens:
+    """The option ``n_max``, checked.
+
+    :raises InvalidInputError: it is neither an integer in 1..1024 nor "auto".
+    """
+    if _is_auto(n_max):
+        return "auto"
+    if isinstance(n_max, str):
+        raise InvalidInputError(f'{name} must be an integer or "auto", not {shown(n_max)}')
+    return integer(name, n_max, 1, 1024)
+
+
+def most_tokens(n_max: object) -> int:
+    """The most tokens to ask of a drafter with this :attr:`Drafter.n_max`; 2**31 - 1 for None and "auto".
+
+    :raises InvalidInputError: it is not a number.
+    """
+    if n_max is None or _is_auto(n_max):
+        return 2**31 - 1
+    return integer("the drafter's n_max", n_max, 0)
+
+
+def check_shortest(n_min: object, n_max: int, why: str = "") -> int:
+    """Check the option ``n_min`` against the longest possible draft.
+
+    :param why: what limits ``n_max``, for the message.
+    :raises InvalidInputError: it is not an integer in 0..n_max.
+    """
+    found = integer("n_min", n_min, 0)
+    if found > n_max:
+        raise InvalidInputError(
+            f"n_min must be at most n_max, {n_max}{why}, not {found}: all drafts would be given up"
+        )
+    return found
+
+
+def _is_auto(n_max: object) -> bool:
+    return isinstance(n_max, str) and n_max == "auto"

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, ClassVar, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
 
 from llamatap._native import _core, flush_log, native_of
-from llamatap._validate import instance, integer, number
+from llamatap._options import Option, checked_options, takes_options
+from llamatap._validate import instance, number
 from llamatap.context import Batch, Context
-from llamatap.drafting.drafter import Drafter, NativeDrafter, NGramDrafter, check_shortest, longest_draft
+from llamatap.drafting.chain import members
+from llamatap.drafting.draft_length import MaxTokens, check_shortest, checked_n_max, longest_draft
+from llamatap.drafting.drafter import Drafter
+from llamatap.drafting.native_drafter import NativeDrafter
+from llamatap.drafting.ngram import NGramDrafter
 from llamatap.drafting.speculative_context import SpeculativeContext
 from llamatap.errors import InvalidInputError
 from llamatap.loaded_model import LoadedModel
+from llamatap.states import States
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -24,33 +33,66 @@ __all__ = [
     "ModelDrafter",
     "MtpDrafter",
     "SpeculativeDrafter",
+    "draft_contexts",
     "load_drafter",
     "named_drafter",
 ]
 
 
+def _probability(name: str, value: object) -> float:
+    found = number(name, value)
+    if not 0 <= found <= 1:
+        raise InvalidInputError(f"{name} must be in 0..1, not {value}")
+    return found
+
+
+def _temperature(name: str, value: object) -> float:
+    found = number(name, value)
+    if not 0 <= found < float("inf"):
+        raise InvalidInputError(f"{name} must be finite and not negative, not {value}")
+    return found
+
+
 class DraftOptions(TypedDict, total=False):
     """The keyword arguments of :class:`SpeculativeDrafter`."""
 
-    n_max: int | Literal["auto"]
-    n_min: int
-    p_min: float
-    temperature: float
-    seed: int
+    n_max: Annotated[
+        MaxTokens,
+        Option(
+            4,
+            'the most tokens of a draft, or "auto". Some files give fewer: several MTP blocks one token '
+            "each, DFlash a block",
+            check=checked_n_max,
+        ),
+    ]
+    n_min: Annotated[int, Option(0, "shorter drafts are dropped, unless they were drawn")]
+    p_min: Annotated[
+        float,
+        Option(
+            0.0,
+            "a draft ends where the drafter finds no token as likely as this; with DSpark, where its "
+            "confidence head is less sure",
+            check=_probability,
+        ),
+    ]
+    temperature: Annotated[
+        float,
+        Option(
+            0.0,
+            "0 drafts the most likely tokens. Above 0, tokens are drawn from softmax(logits / temperature) "
+            "and drafts carry their distributions, for ``generate(..., rejection=True)``",
+            check=_temperature,
+        ),
+    ]
+    seed: Annotated[int, Option(0, "seed of the draws", low=0, high=2**32 - 1)]
 
 
+@takes_options(DraftOptions)
 class SpeculativeDrafter(NativeDrafter):
-    """Drafts with a draft context; the base of those for each kind of file, which take the same arguments.
+    """Drafts with a draft context: base of the drafters for each kind of file, which take the same arguments.
 
     :param spec: the draft context, of a file of the drafter's kind. Once it is closed, so is the drafter.
-    :param n_max: the most tokens of a draft, or "auto". What the file can give is less with several MTP
-        blocks (as many tokens) and with DFlash (a block).
-    :param n_min: shorter drafts are given up, unless they were drawn.
-    :param p_min: a draft ends where the drafter finds no token as likely as this; with DSpark, where its
-        confidence head is less sure.
-    :param temperature: 0 drafts the most likely tokens. Above, tokens are drawn from softmax(logits /
-        temperature) and drafts carry their distributions, for ``generate(..., rejection=True)``.
-    :param seed: of the draws.
+    :options:
     :ivar spec: the draft context.
     :raises InvalidInputError: a number is out of range, or a file of another kind.
     :raises ClosedError: the draft context was closed; also later, of all but :meth:`reset`.
@@ -59,16 +101,7 @@ class SpeculativeDrafter(NativeDrafter):
     #: As of :attr:`SpeculativeContext.kind`.
     kind: ClassVar[str]
 
-    def __init__(
-        self,
-        spec: SpeculativeContext,
-        *,
-        n_max: int | Literal["auto"] = 4,
-        n_min: int = 0,
-        p_min: float = 0.0,
-        temperature: float = 0.0,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, spec: SpeculativeContext, **options: Unpack[DraftOptions]) -> None:
         instance("spec", spec, SpeculativeContext)
         if spec.kind != self.kind:
             raise InvalidInputError(
@@ -76,12 +109,8 @@ class SpeculativeDrafter(NativeDrafter):
                 f"{spec.model.path.name} is of the kind {spec.kind}"
                 + (" (no MTP blocks in it, or loaded without load_mtp=True)" if self.kind == "mtp" else "")
             )
-        probability = number("p_min", p_min)
-        if not 0 <= probability <= 1:
-            raise InvalidInputError(f"p_min must be in 0..1, not {p_min}")
-        heat = number("temperature", temperature)
-        if not 0 <= heat < float("inf"):
-            raise InvalidInputError(f"temperature must be finite and not negative, not {temperature}")
+        chosen = checked_options(DraftOptions, options, f"{type(self).__name__}()")
+        n_max, temperature = chosen["n_max"], chosen["temperature"]
         longest, why = longest_draft(n_max), ""
         most = native_of(spec).longest_block if spec.n_heads == 1 else spec.n_heads
         if most is not None and most < longest:
@@ -89,30 +118,52 @@ class SpeculativeDrafter(NativeDrafter):
         core = _core.speculative_drafter(
             native_of(spec),
             n_max=longest,
-            n_min=check_shortest(n_min, longest, why),
-            p_min=probability,
-            temperature=heat,
-            seed=integer("seed", seed, 0, 2**32 - 1),
+            n_min=check_shortest(chosen["n_min"], longest, why),
+            p_min=chosen["p_min"],
+            temperature=temperature,
+            seed=chosen["seed"],
         )
         super().__init__(core, n_max if n_max == "auto" else longest)
-        self.spec = self._spec = spec
+        self.spec = spec
         self.target_layers = spec.target_layers
-        self.draws = heat > 0
-        spec.drafters.add(self)
+        self.draws = temperature > 0
+        spec.release_at_close(self)
 
-    def process(self, batch: Batch) -> None:
+    def release(self) -> None:
+        """Let go of the core's drafter: the draft context is closed."""
+        self._core = None
+
+    def process(self, batch: Batch, states: States | None = None) -> None:
+        """As :meth:`Drafter.process`. States of more layers, in any order, are as good."""
         instance("batch", batch, Batch)
         core = native_of(self)
-        features = self.spec.features() if self.target_layers else None
-        if features is not None and len(features) != len(batch):
-            raise InvalidInputError(
-                f"the open tap holds the states of {len(features)} tokens, the batch has {len(batch)}; "
-                "process each batch right after it was decoded"
-            )
+        features = self._features(batch, states) if self.target_layers else None
         try:
             core.process(batch, features)
         finally:
             flush_log()
+
+    def _features(self, batch: Batch, states: States | None) -> NDArray[np.float32]:
+        """The states as the core takes them: float32 ``(n_tokens, n_features)``."""
+        layers = ", ".join(map(repr, self.target_layers))
+        if states is None:
+            raise InvalidInputError(
+                f"the drafter needs states of the target: decode within `with context.tap(layers=[{layers}]) "
+                "as tap:`, then call `process(batch, tap.states)`"
+            )
+        instance("states", states, States)
+        if states.array.dtype != np.float32 or not set(self.target_layers) <= set(states.layers):
+            raise InvalidInputError(
+                f"the drafter needs layers [{layers}] in float32; the states are of layers "
+                f"{list(states.layers)} in {states.array.dtype}"
+            )
+        if len(states) != len(batch) or (batch.n_embd == 0 and (states.tokens != batch.tokens).any()):
+            raise InvalidInputError(
+                f"the states are of {len(states)} tokens, the batch has {len(batch)}, or others; give each "
+                "batch the states of its own decode, of a tap with rows='all'"
+            )
+        array = states.select(self.target_layers).array
+        return np.ascontiguousarray(array.reshape(len(array), -1))
 
 
 class Eagle3Drafter(SpeculativeDrafter):
@@ -124,8 +175,8 @@ class Eagle3Drafter(SpeculativeDrafter):
 
 
 class MtpDrafter(SpeculativeDrafter):
-    """Drafts with the multi-token-prediction blocks of a model, or of a file of their own. Of several, the
-    k-th drafts the k-th token, so that a draft has as many tokens at most. Arguments: as of
+    """Drafts with the multi-token-prediction blocks of a model, or of a file of their own. With several
+    blocks the k-th one drafts the k-th token, so a draft has at most as many tokens. Arguments: as of
     :class:`SpeculativeDrafter`.
     """
 
@@ -196,7 +247,7 @@ def load_drafter(
     draft: str | os.PathLike[str] | LoadedModel | SpeculativeContext,
     **options: Unpack[DraftOptions],
 ) -> SpeculativeDrafter:
-    """The drafter for a file, whatever its kind: an :class:`Eagle3Drafter`, :class:`MtpDrafter`,
+    """Make the drafter for a file, whatever its kind: an :class:`Eagle3Drafter`, :class:`MtpDrafter`,
     :class:`DFlashDrafter` or :class:`ModelDrafter`.
 
     :param context: the target's.
@@ -212,7 +263,7 @@ def load_drafter(
         n_blocks = draft.metadata.get(f"{draft.arch}.nextn_predict_layers", 0)
         if n_blocks:
             spec.close()
-            # Nobody means the whole of it, least of all where it is the target itself.
+            # As a plain model all of it would draft, perhaps the target itself: nobody wants that.
             raise InvalidInputError(
                 f"{draft.path.name} has MTP blocks ({n_blocks}), but was loaded without them: load it with "
                 "load_mtp=True, or let ModelDrafter draft with all of it"
@@ -220,11 +271,16 @@ def load_drafter(
     return _BY_KIND[spec.kind](spec, **options)
 
 
+def draft_contexts(drafter: Drafter) -> list[SpeculativeContext]:
+    """The draft contexts of a drafter, or of all drafters in a chain."""
+    return [one.spec for one in members(drafter) if isinstance(one, SpeculativeDrafter)]
+
+
 def named_drafter(
     context: Context, name: str, *, n_gpu_layers: int = 0, **options: Unpack[DraftOptions]
 ) -> Drafter:
-    """The drafter that a command line names: "ngram", "mtp" (the target's own blocks, which must be loaded),
-    or the file of one.
+    """Make the drafter that a command line names: "ngram", "mtp" (the target's own blocks, which must be
+    loaded), or a file.
 
     :raises InvalidInputError: as of :func:`load_drafter`; or ``p_min`` of n-grams, which have no
         probabilities.

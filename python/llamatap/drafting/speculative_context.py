@@ -6,18 +6,18 @@ import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypedDict
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from llamatap import _system_limits
 from llamatap._closeable import Closeable
-from llamatap._engine_context import engine_of
 from llamatap._native import NativeOwner, _core, flush_log, native_of
+from llamatap._options import Option, checked_options, takes_options
 from llamatap._threads import thread_count
 from llamatap._validate import flag, instance, integer, shown
-from llamatap.context import Context
+from llamatap.context import Context, engine_switch
 from llamatap.errors import ClosedError, InvalidInputError, UnsupportedError
 from llamatap.kv_memory import Memory
 from llamatap.layers import LayerId
@@ -26,9 +26,9 @@ from llamatap.storage import saved_sequences
 from llamatap.tokenizer import token_array
 
 if TYPE_CHECKING:
-    from llamatap.drafting.drafter import NativeDrafter
+    from typing_extensions import Unpack
 
-__all__ = ["DraftOutput", "SpeculativeContext"]
+__all__ = ["DraftContextOptions", "DraftOutput", "SpeculativeContext"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +59,7 @@ def _float_rows(name: str, values: ArrayLike) -> NDArray[np.float32]:
     if array.dtype != np.float32 or array.ndim != 2:
         raise InvalidInputError(f"{name} must be a float32 matrix, not {array.dtype} of shape {array.shape}")
     if not np.isfinite(array).all():
-        # In a memory they would come to sequences that have nothing to do with this one.
+        # In the memory they would reach unrelated sequences.
         raise InvalidInputError(f"{name} hold NaN or infinity")
     return np.ascontiguousarray(array)
 
@@ -71,25 +71,59 @@ def _integers(name: str, values: ArrayLike) -> NDArray[np.int32]:
         raise InvalidInputError(str(error).replace("token ids", name)) from None
 
 
-class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
-    """A draft model beside a target: one context for all sequences, with the calls that drafting is made of.
+class DraftContextOptions(TypedDict, total=False):
+    """The keyword arguments of :class:`SpeculativeContext`."""
 
-    :param context: the target's. It is kept alive, and the draft may use its token embedding and output head.
+    n_seq_max: Annotated[
+        int | None, Option(None, "sequence ids are 0..n_seq_max-1; None for the target's", low=1)
+    ]
+    n_ctx: Annotated[int, Option(0, "tokens that fit; 0 for the target's", low=0)]
+    n_ubatch: Annotated[int, Option(128, "the most tokens computed at once", low=1)]
+    n_threads: Annotated[int | None, Option(None, "None for the target's", low=1)]
+    type_k: Annotated[str, Option("f16", "type of the K cache, as of :class:`Context`")]
+    type_v: Annotated[str, Option("f16", "type of the V cache")]
+    flash_attn: Annotated[bool | None, Option(None, "None leaves it to the engine")]
+    kv_unified: Annotated[
+        bool | None,
+        Option(
+            None,
+            "as of :class:`Context`, of the draft's context. None for what the target has; but True with a "
+            "DFlash file, whose blocks of all sequences are then one decode; and False with a draft of "
+            "sliding windows, each sequence of which then has room for as many tokens as the target",
+        ),
+    ]
+    n_gpu_layers: Annotated[int, Option(0, "of a draft that is loaded from a file")]
+    as_model: Annotated[bool, Option(False, "take the draft as a language model, MTP blocks or not")]
+
+
+class _Released(Protocol):
+    def release(self) -> None: ...
+
+
+def _memory_layout(
+    context: Context, draft: LoadedModel, chosen: DraftContextOptions, n_seq_max: int
+) -> tuple[bool, int]:
+    """Whether the draft's memory is unified, and how many tokens it has room for."""
+    n_ctx = chosen["n_ctx"] or context.n_ctx
+    if chosen["kv_unified"] is not None:
+        return chosen["kv_unified"], n_ctx
+    unified = context.kv_unified or draft.arch == "dflash"
+    if unified and 0 < native_of(draft).n_swa < n_ctx and n_seq_max > 1:
+        # In a unified memory, cells that no window reaches any more are overwritten by other sequences, and
+        # nothing can be rolled back.
+        return False, chosen["n_ctx"] or n_ctx * n_seq_max
+    return unified, n_ctx
+
+
+@takes_options(DraftContextOptions)
+class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
+    """A draft model beside a target: one context for all sequences, with the calls that drafting is built on.
+
+    :param context: the target's. It is kept alive: the draft may use its token embedding and output head.
     :param draft: the drafter's file, or a loaded model: an EAGLE-3 file (architecture ``eagle3``); MTP
         blocks, in a file of their own or in the target's (``context.model``, loaded with ``load_mtp=True``);
         a DFlash or DSpark file (``dflash``); or a smaller language model with the target's vocabulary.
-    :param n_seq_max: sequence ids are 0..n_seq_max-1; None for the target's.
-    :param n_ctx: tokens that fit; 0 for the target's.
-    :param n_ubatch: the most tokens computed at once.
-    :param n_threads: None for the target's.
-    :param type_k: type of the K cache, as of :class:`Context`.
-    :param type_v: type of the V cache.
-    :param flash_attn: None leaves it to the engine.
-    :param kv_unified: as of :class:`Context`, of the draft's context. None for True with a DFlash file, whose
-        blocks of all sequences are then one decode, else for what the target's has; and for False with a
-        draft of sliding windows, each sequence of which then has room for as many tokens as the target.
-    :param n_gpu_layers: of a draft that is loaded from a file.
-    :param as_model: take the draft as a language model, MTP blocks or not.
+    :options:
     :raises InvalidInputError: the draft does not fit the target (vocabulary, width, layers, d2t); with what
         was expected and found.
     :raises UnsupportedError: the engine cannot draft with this file.
@@ -112,61 +146,42 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
         self,
         context: Context,
         draft: str | os.PathLike[str] | LoadedModel,
-        *,
-        n_seq_max: int | None = None,
-        n_ctx: int = 0,
-        n_ubatch: int = 128,
-        n_threads: int | None = None,
-        type_k: str = "f16",
-        type_v: str = "f16",
-        flash_attn: bool | None = None,
-        kv_unified: bool | None = None,
-        n_gpu_layers: int = 0,
-        as_model: bool = False,
+        **options: Unpack[DraftContextOptions],
     ) -> None:
         self._native: _core.SpeculativeContext | None = None
-        #: Drafters made with this context; closed with it. Private to the package.
-        self.drafters: weakref.WeakSet[NativeDrafter] = weakref.WeakSet()
+        self._dependents: weakref.WeakSet[_Released] = weakref.WeakSet()
         instance("context", context, Context)
         target = native_of(context)
+        chosen = checked_options(DraftContextOptions, options, "SpeculativeContext()")
         self._owns_model = not isinstance(draft, LoadedModel)
         if not isinstance(draft, LoadedModel):
-            draft = LoadedModel(draft, load_mtp=True, n_gpu_layers=n_gpu_layers)
+            draft = LoadedModel(draft, load_mtp=True, n_gpu_layers=chosen["n_gpu_layers"])
         self.target = context
         self.model = draft
-        self.n_seq_max = context.n_seq_max if n_seq_max is None else integer("n_seq_max", n_seq_max, 1)
+        self.n_seq_max = chosen["n_seq_max"] or context.n_seq_max
+        n_threads = chosen["n_threads"]
         self.n_threads = context.n_threads if n_threads is None else thread_count(n_threads)
-        unified = context.kv_unified or draft.arch == "dflash"
-        if kv_unified is not None:
-            unified = flag("kv_unified", kv_unified)
-        room = integer("n_ctx", n_ctx, 0) or context.n_ctx
-        if kv_unified is None and unified and 0 < native_of(draft).n_swa < room and self.n_seq_max > 1:
-            # In one memory for all, what a window no longer reaches is lost to other sequences' tokens, and
-            # nothing can be taken back any more.
-            unified = False
-            room *= 1 if n_ctx else self.n_seq_max
-        n_ubatch = max(integer("n_ubatch", n_ubatch, 1), self.n_seq_max)
-        instance("type_k", type_k, str)
-        instance("type_v", type_v, str)
+        kv_unified, n_ctx = _memory_layout(context, draft, chosen, self.n_seq_max)
+        n_ubatch = max(chosen["n_ubatch"], self.n_seq_max)
         try:
             self._native = _core.SpeculativeContext(
                 target,
                 native_of(draft),
-                plain=flag("as_model", as_model),
-                n_ctx=room,
+                plain=chosen["as_model"],
+                n_ctx=n_ctx,
                 n_batch=max(n_ubatch, 512),
                 n_ubatch=n_ubatch,
                 n_seq_max=self.n_seq_max,
                 n_threads=self.n_threads,
-                type_k=type_k,
-                type_v=type_v,
-                flash_attention=-1 if flash_attn is None else int(flag("flash_attn", flash_attn)),
-                kv_unified=unified,
+                type_k=chosen["type_k"],
+                type_v=chosen["type_v"],
+                flash_attention=engine_switch(chosen["flash_attn"]),
+                kv_unified=kv_unified,
                 memory_available=_system_limits.available_memory(),
             )
         finally:
             flush_log()
-        self._facts = {"arch": draft.arch, "type_k": type_k, "type_v": type_v}
+        self._facts = {"arch": draft.arch, "type_k": chosen["type_k"], "type_v": chosen["type_v"]}
         self.kind: Literal["model", "eagle3", "mtp", "dflash"] = self._native.kind  # type: ignore[assignment]
         n_layer = context.model.n_layer
         self.target_layers: tuple[LayerId, ...] = tuple(
@@ -187,10 +202,15 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
         """Free the draft's context, and the draft model where it was loaded here. Drafters made with it are
         closed too: they raise ClosedError."""
         self._native = None
-        for drafter in self.drafters:
-            drafter.drop()
+        for dependent in self._dependents:
+            dependent.release()
         if self._owns_model:
             self.model.close()
+
+    def release_at_close(self, dependent: _Released) -> None:
+        """Call ``dependent.release()`` when this context is closed: the object holds a part of the core's
+        context. It is not kept alive."""
+        self._dependents.add(dependent)
 
     def __repr__(self) -> str:
         if self._native is None:
@@ -241,32 +261,6 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
                 f"{call}() is for pairs of tokens and states, which DFlash files do not have; draft with "
                 "DFlashDrafter"
             )
-
-    def features(self) -> NDArray[np.float32]:
-        """The target's states of the last decode as :meth:`encode` takes them: float32
-        ``(n_tokens, n_features)``, from the tap that is open on the target's context.
-
-        :raises InvalidInputError: no tap is open, nothing was decoded in it, or it lacks rows or layers.
-        """
-        if not self.target_layers:
-            raise InvalidInputError("a plain model needs no states of its target, so there are no features")
-        states = self.target.tapped
-        tap = engine_of(self.target).capture
-        wanted = ", ".join(map(repr, self.target_layers))
-        if tap is None or states is None:
-            raise InvalidInputError(
-                f"decode within `with context.tap(layers=[{wanted}]):`, so that the drafter has the states"
-            )
-        missing = [layer for layer in self.target_layers if layer not in states.layers]
-        if tap.rows != "all" or tap.dtype != "float32" or missing:
-            raise InvalidInputError(
-                f"the drafter needs layers [{wanted}] of all rows in float32; the open tap gives layers "
-                f"{list(states.layers)} of rows={tap.rows!r} in {tap.dtype}"
-            )
-        array = states.array
-        if states.layers != self.target_layers:
-            array = array[:, [states.layers.index(layer) for layer in self.target_layers]]
-        return np.ascontiguousarray(array.reshape(len(array), -1))
 
     def encode(self, features: ArrayLike) -> NDArray[np.float32]:
         """The states of pairs: for EAGLE-3, the fusion of the target's features; else the same values.

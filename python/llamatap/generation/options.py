@@ -1,16 +1,17 @@
-"""RequestOptions of a generation request: checks, and making the request."""
+"""Options of a generation request: their checks, and making the request."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Literal
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llamatap import layers as layer_ids
 from llamatap._native import native_of
-from llamatap._validate import flag, integer, shown
+from llamatap._options import Option, checked_options, read_options
+from llamatap._validate import integer, shown
 from llamatap.context import Context
 from llamatap.drafting.drafter import Drafter
 from llamatap.errors import ContextFullError, InvalidInputError, UnsupportedError
@@ -19,123 +20,12 @@ from llamatap.generation.results import Generation
 from llamatap.generation.text_stream import TextStream
 from llamatap.layers import LayerId
 from llamatap.loaded_model import LoadedModel
-from llamatap.sampler import Sampler, SamplerOptions
+from llamatap.sampler import Sampler, SamplingOptions
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-__all__ = ["GenerateOptions", "checked_options", "new_prompt", "pieces_of", "room_of"]
+__all__ = ["GenerateOptions", "new_request", "request_capacity", "split_options", "token_bytes"]
 
 
-class GenerateOptions(SamplerOptions, total=False):
-    """The keyword arguments of :func:`generate`, but for ``stream``; those of :meth:`Session.add`."""
-
-    max_tokens: int
-    stop: str | Iterable[str]
-    stop_tokens: Iterable[int]
-    ignore_eos: bool
-    logprobs: int | None
-    prompt_logprobs: int | None
-    states: Literal["last", "full"] | None
-    prompt_states: bool
-    layers: Iterable[LayerId] | LayerId | None
-    on_states: Callable[[Generation], object] | None
-    rejection: bool
-
-
-def checked_options(
-    model: LoadedModel,
-    drafter: Drafter | None,
-    *,
-    max_tokens: int = 128,
-    stop: str | Iterable[str] = (),
-    stop_tokens: Iterable[int] = (),
-    ignore_eos: bool = False,
-    logprobs: int | None = None,
-    prompt_logprobs: int | None = None,
-    states: Literal["last", "full"] | None = None,
-    prompt_states: bool = False,
-    layers: Iterable[LayerId] | LayerId | None = None,
-    on_states: Callable[[Generation], object] | None = None,
-    rejection: bool = False,
-    **sampling: Unpack[SamplerOptions],
-) -> tuple[RequestOptions, SamplerOptions]:
-    """Split keyword arguments into the checked options of a request and those of its sampler, which checks
-    them itself.
-
-    :raises InvalidInputError: one is wrong.
-    """
-    if states is not None and not (isinstance(states, str) and states in ("last", "full")):
-        raise InvalidInputError(f"states must be 'last', 'full' or None, not {shown(states)}")
-    # max_tokens=0 generates nothing: something of the prompt must be wanted.
-    fewest = 0 if prompt_logprobs is not None or flag("prompt_states", prompt_states) else 1
-    options = RequestOptions(
-        integer("max_tokens", max_tokens, fewest),
-        _strings("stop", stop),
-        _stop_tokens(model, stop_tokens),
-        flag("ignore_eos", ignore_eos),
-        None if logprobs is None else integer("logprobs", logprobs, 0, 1024),
-        None if prompt_logprobs is None else integer("prompt_logprobs", prompt_logprobs, 0, 1024),
-        states,
-        flag("prompt_states", prompt_states),
-        layer_ids.normalize((-2,) if layers is None else layers, model.n_layer),
-        on_states,
-        flag("rejection", rejection),
-    )
-    if on_states is not None and not callable(on_states):
-        raise InvalidInputError(f"on_states must be a function of a Generation, not {shown(on_states)}")
-    for name, value in (
-        ("layers= says which states to give", layers),
-        ("on_states= takes states", on_states),
-    ):
-        if value is not None and states is None and not prompt_states:
-            raise InvalidInputError(f"{name}; say states='last', states='full' or prompt_states=True as well")
-    if rejection and drafter is not None and not drafter.draws:
-        raise InvalidInputError(
-            "rejection=True needs a drafter that draws its tokens; make it (of several, each) with a "
-            "temperature above 0"
-        )
-    return options, sampling
-
-
-def room_of(context: Context) -> int:
-    """The most positions of the context's memory that one request may take."""
-    return min(native_of(context).n_ctx_seq, native_of(context).position_limit)
-
-
-def new_prompt(
-    model: LoadedModel,
-    index: int,
-    tokens: NDArray[np.int32],
-    room: int,
-    options: RequestOptions,
-    sampling: SamplerOptions,
-    name: str = "the prompt",
-) -> Request:
-    """A new request, not admitted yet.
-
-    :param tokens: int32 ``(n,)``.
-    :param room: the positions that the prompt and its generated tokens may take.
-    :param sampling: options of the sampler, with the request's own seed.
-    :param name: the prompt's name in errors.
-    :raises InvalidInputError: an option of the sampler is wrong.
-    :raises ContextFullError: the prompt alone does not fit into ``room``.
-    """
-    sampler = Sampler(model, **sampling)
-    if len(tokens) > room:
-        raise ContextFullError(f"{name} has {len(tokens)} tokens; the context has room for {room} (n_ctx)")
-    if any(sampling.get(key, off) != off for key, off in _PENALTIES.items()):
-        for token in tokens[-sampling.get("penalty_last_n", 64) :].tolist():
-            sampler.accept(token)
-    text = TextStream(pieces_of(model), options.stop)
-    return Request(index, tokens, options, sampler, text, min(len(tokens) + options.max_tokens, room))
-
-
-#: Each as it is when it is off.
-_PENALTIES = {"repeat_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
-
-
-def _strings(name: str, values: str | Iterable[str]) -> tuple[str, ...]:
+def _strings(name: str, values: object) -> tuple[str, ...]:
     if not isinstance(values, Iterable):
         raise InvalidInputError(f"{name} must be a str or a list of them, not {shown(values)}")
     found = (values,) if isinstance(values, str) else tuple(values)
@@ -147,13 +37,187 @@ def _strings(name: str, values: str | Iterable[str]) -> tuple[str, ...]:
     return found
 
 
-def _stop_tokens(model: LoadedModel, tokens: Iterable[int]) -> tuple[int, ...]:
+def _callback(name: str, value: Callable[[Generation], object]) -> Callable[[Generation], object]:
+    if not callable(value):
+        raise InvalidInputError(f"{name} must be a function of a Generation, not {shown(value)}")
+    return value
+
+
+class GenerateOptions(SamplingOptions, total=False):
+    """The keyword arguments of :func:`generate`, but for ``stream``; those of :meth:`Session.add`."""
+
+    max_tokens: Annotated[
+        int,
+        Option(
+            128,
+            "the most tokens after each prompt, a stop token included; 0, only with ``prompt_logprobs`` or "
+            "``prompt_states``, computes the prompts alone. With a model, texts are no longer than what it "
+            "was trained with (:attr:`Model.n_ctx_train`), and end there as in a full context",
+        ),
+    ]
+    stop: Annotated[
+        str | Iterable[str],
+        Option((), "strings that end a text; they are not part of it", check=_strings),
+    ]
+    stop_tokens: Annotated[
+        Iterable[int],
+        Option((), "tokens that end a text, besides the model's own end-of-generation tokens"),
+    ]
+    ignore_eos: Annotated[bool, Option(False, "go on after end-of-generation tokens")]
+    logprobs: Annotated[
+        int | None,
+        Option(
+            None,
+            "how many of the most likely tokens to report at each token; None for no log-probabilities. They "
+            "are of the logits as they are, whatever ``logit_bias``, penalties and temperature are",
+            low=0,
+            high=1024,
+        ),
+    ]
+    prompt_logprobs: Annotated[
+        int | None,
+        Option(
+            None,
+            "the same at each token of the prompt but the first, given the tokens before it. All rows of the "
+            "prompt then pass through the output head, at most ``n_ubatch`` of them at a time",
+            low=0,
+            high=1024,
+        ),
+    ]
+    states: Annotated[
+        Literal["last", "full"] | None,
+        Option(
+            None,
+            'the target\'s states of the generated tokens, from the same passes: of each (``"full"``), or of '
+            'the last (``"last"``). Only the final token, which no pass has computed, costs one more decode. '
+            "At the end of a full context there is no place for the last token, so its row is missing",
+        ),
+    ]
+    prompt_states: Annotated[
+        bool,
+        Option(
+            False,
+            "the target's states of the prompt's tokens as well, from its prefill; or alone, without "
+            "``states``",
+        ),
+    ]
+    layers: Annotated[
+        Iterable[LayerId] | LayerId | None,
+        Option(
+            None,
+            "which states, as of :meth:`Context.tap`; None for (-2,), as there. Only with ``states`` or "
+            "``prompt_states``",
+        ),
+    ]
+    on_states: Annotated[
+        Callable[[Generation], object] | None,
+        Option(
+            None,
+            "called with each :class:`Generation` as soon as its text is finished, in the thread that "
+            "generates, whatever its turn among the prompts: for collecting states while texts are made. "
+            ":attr:`Generation.states` and :attr:`Generation.prompt_states` say which tokens their rows are "
+            "of. Cancelled texts come with the rows that they have. Only with ``states`` or "
+            "``prompt_states``. Its exceptions are raised to the caller, like those of a drafter; its time "
+            "is in none of the statistics",
+            check=_callback,
+        ),
+    ]
+    rejection: Annotated[
+        bool,
+        Option(
+            False,
+            "accept drafted tokens by rejection sampling, for drafters that draw their tokens (with a "
+            "``temperature`` above 0): the same distribution, other tokens, more of them accepted",
+        ),
+    ]
+
+
+def split_options(
+    model: LoadedModel, drafter: Drafter | None, options: GenerateOptions, caller: str
+) -> tuple[RequestOptions, SamplingOptions]:
+    """Split keyword arguments into the checked options of a request and those of its sampler, defaults filled
+    in.
+
+    :param caller: the function that was called, as errors name it.
+    :raises InvalidInputError: an option is wrong.
+    :raises TypeError: there is no such option.
+    """
+    chosen: dict[str, Any] = {**checked_options(GenerateOptions, options, caller)}
+    sampling: dict[str, Any] = {name: chosen.pop(name) for name in read_options(SamplingOptions)}
+    with_states = chosen["states"] is not None or chosen["prompt_states"]
+    # max_tokens=0 generates nothing: something of the prompt must be wanted.
+    fewest = 0 if chosen["prompt_logprobs"] is not None or chosen["prompt_states"] else 1
+    integer("max_tokens", chosen["max_tokens"], fewest)
+    chosen["stop_tokens"] = _token_ids(model, chosen["stop_tokens"])
+    layers = layer_ids.normalize((-2,) if chosen["layers"] is None else chosen["layers"], model.n_layer)
+    for name, what in (("layers", "says which states to give"), ("on_states", "takes states")):
+        if chosen[name] is not None and not with_states:
+            raise InvalidInputError(
+                f"{name}= {what}; say states='last', states='full' or prompt_states=True as well"
+            )
+    chosen["layers"] = layers
+    if chosen["rejection"] and drafter is not None and not drafter.draws:
+        raise InvalidInputError(
+            "rejection=True needs a drafter that draws its tokens; make it (of several, each) with a "
+            "temperature above 0"
+        )
+    return RequestOptions(**chosen), cast("SamplingOptions", sampling)
+
+
+def request_capacity(context: Context) -> int:
+    """The most positions of the context's memory that one request may take."""
+    native = native_of(context)
+    return min(native.n_ctx_seq, native.position_limit)
+
+
+def new_request(
+    model: LoadedModel,
+    index: int,
+    tokens: NDArray[np.int32],
+    capacity: int,
+    options: RequestOptions,
+    sampling: SamplingOptions,
+    name: str = "the prompt",
+) -> Request:
+    """Make a request, not admitted yet.
+
+    :param index: number of the prompt, as results and events have it.
+    :param tokens: int32 ``(n,)``: the prompt.
+    :param capacity: the most positions that the prompt and its generated tokens may take.
+    :param sampling: all options of the sampler, with the request's own seed.
+    :param name: the prompt's name in errors.
+    :raises InvalidInputError: an option of the sampler is wrong.
+    :raises ContextFullError: the prompt alone is longer than ``capacity``.
+    """
+    sampler = Sampler(model, **sampling)
+    if len(tokens) > capacity:
+        raise ContextFullError(
+            f"{name} has {len(tokens)} tokens; the context has room for {capacity} (n_ctx)"
+        )
+    declared = read_options(SamplingOptions)
+    if any(sampling[option] != declared[option].default for option in _PENALTIES):
+        # Penalties see the prompt too.
+        for token in tokens[-sampling["penalty_last_n"] :].tolist():
+            sampler.accept(token)
+    text = TextStream(token_bytes(model), options.stop)
+    return Request(index, tokens, options, sampler, text, min(len(tokens) + options.max_tokens, capacity))
+
+
+#: Sampling options that look at recent tokens; they are off by default.
+_PENALTIES: tuple[Literal["repeat_penalty", "frequency_penalty", "presence_penalty"], ...] = (
+    "repeat_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
+
+
+def _token_ids(model: LoadedModel, tokens: object) -> tuple[int, ...]:
     if not isinstance(tokens, Iterable) or isinstance(tokens, (str, bytes)):
         raise InvalidInputError(f"stop_tokens must be a list of token ids, not {shown(tokens)}")
     return tuple(integer("a stop token", token, 0, model.n_vocab - 1) for token in tokens)
 
 
-def pieces_of(model: LoadedModel) -> Callable[[int], bytes]:
+def token_bytes(model: LoadedModel) -> Callable[[int], bytes]:
     """Function from a token to its bytes in the text; empty for special tokens, and without a vocabulary."""
     native = native_of(model)
     try:

@@ -1,4 +1,4 @@
-"""A context's memory and a drafter, for one generation alone."""
+"""Exclusive use: a context's memory and a drafter belong to one generation at a time."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from llamatap._engine_context import engine_of
-from llamatap._native import native_of
 from llamatap.context import Context
-from llamatap.drafting.drafter import Drafter, leaves
+from llamatap.drafting.chain import members
+from llamatap.drafting.drafter import Drafter
 from llamatap.errors import BusyError, InvalidInputError
 
-__all__ = ["check_free", "held", "tidying"]
+__all__ = ["cleanup", "require_unused", "reserve"]
 
 _logger = logging.getLogger("llamatap")
 
-#: The generation that uses each drafter, by the drafter's id. An id is not used anew while the entry counts:
-#: a generation that is alive keeps its drafter alive.
+#: The generation that uses each drafter, by the drafter's id. The id cannot be reused meanwhile: a generation
+#: that is alive keeps its drafter alive.
 _users: dict[int, weakref.ref[object]] = {}
-#: Held while drafters are taken. Giving them back must not wait for it: the garbage collector may do so.
-_taking = threading.Lock()
+#: Held while drafters are reserved. Releasing them must not wait for it: the garbage collector may do that.
+_reserving = threading.Lock()
 
-_NOT_FREE = (
+_IN_USE = (
     "another generation is going on in this context; it must end first (close() what generate() gave, or the "
     "Session)"
 )
@@ -36,18 +36,19 @@ def _user(drafter: Drafter) -> object | None:
     return None if found is None else found()
 
 
-def check_free(context: Context, drafter: Drafter | None) -> None:
-    """The context's memory holds nothing, and no generation has it or the drafter for itself.
+def require_unused(context: Context, drafter: Drafter | None) -> None:
+    """Check that the context's memory is empty, and that no generation uses it or the drafter.
 
-    :raises InvalidInputError: it holds tokens.
+    :raises InvalidInputError: the memory holds tokens.
     :raises BusyError: a generation is going on.
     """
-    if engine_of(context).owner is not None:
-        raise BusyError(_NOT_FREE)
-    if drafter is not None and any(_user(one) is not None for one in leaves(drafter)):
+    engine = engine_of(context)
+    if engine.owner is not None:
+        raise BusyError(_IN_USE)
+    if drafter is not None and any(_user(one) is not None for one in members(drafter)):
         raise BusyError("the drafter is in use by another generation; give each one of its own")
     for seq in range(context.n_seq_max):
-        if native_of(context).memory_last(seq) >= 0:
+        if engine.native.memory_last(seq) >= 0:
             raise InvalidInputError(
                 f"sequence {seq} of the context holds tokens; generation needs an empty memory "
                 "(memory.clear())"
@@ -55,16 +56,16 @@ def check_free(context: Context, drafter: Drafter | None) -> None:
 
 
 @contextlib.contextmanager
-def held(context: Context, drafter: Drafter | None, user: object) -> Iterator[None]:
+def reserve(context: Context, drafter: Drafter | None, user: object) -> Iterator[None]:
     """Reserve the context and the drafter for `user`, until the block ends or `user` is garbage collected.
 
     :raises BusyError: another one has them.
     """
-    drafters = [] if drafter is None else list(leaves(drafter))
+    drafters = [] if drafter is None else list(members(drafter))
     try:
         if not engine_of(context).reserve(user):
-            raise BusyError(_NOT_FREE)
-        with _taking:
+            raise BusyError(_IN_USE)
+        with _reserving:
             for one in drafters:
                 if _user(one) not in (None, user):
                     raise BusyError("the drafter is in use by another generation; give each one of its own")
@@ -77,19 +78,20 @@ def held(context: Context, drafter: Drafter | None, user: object) -> Iterator[No
                 del _users[id(one)]
 
 
-def tidying(
+def cleanup(
     action: Callable[[], object],
 ) -> Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]:
-    """`action` for the end of a ``with`` block. What it raises does not replace what ended the block."""
+    """An exit callback that runs ``action`` at the end of a ``with`` block. An exception of the action is
+    raised, but logged instead where it would replace the exception that ended the block."""
 
-    def tidy(
+    def run(
         kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
             action()
-        except Exception as other:
+        except Exception as another:
             if error is None or isinstance(error, GeneratorExit):
                 raise
-            _logger.warning("after %r a generation could not be tidied up: %r", error, other)
+            _logger.warning("after %r the cleanup of a generation failed: %r", error, another)
 
-    return tidy
+    return run

@@ -5,104 +5,110 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llamatap._engine_context import engine_of
-from llamatap._native import native_of
 from llamatap.context import Batch, Context
 from llamatap.generation.request import Request
 
-__all__ = ["Rollback", "rollback_of"]
+__all__ = ["Rollback", "rollback_for"]
 
 
 class Rollback:
-    """Rollback in a memory that can remove any suffix of a sequence at any time."""
+    """Rollback in a memory that can remove any suffix of a sequence at any time.
+
+    :ivar most_rows: the most rows that the engine computes in one ubatch.
+    """
 
     def __init__(self, context: Context) -> None:
-        self.context = context
-        #: The most rows that the engine computes in one go.
+        self._context = context
+        self._engine = engine_of(context)
         self.most_rows = min(context.n_ubatch, context.n_batch, context.n_outputs_max or context.n_ubatch)
 
-    def longest(self, n: int) -> int:
-        """The most tokens of a draft that can be rolled back, ``n`` or fewer."""
+    def longest_draft(self, n: int) -> int:
+        """The longest draft that can be rolled back, of at most ``n`` tokens."""
         return n
 
-    def parts(self, sequences: list[Request]) -> list[list[Request]]:
-        """The sequences of each pass of a round."""
-        return [sequences]
+    def passes(self, requests: list[Request]) -> list[list[Request]]:
+        """Split the requests of a round into passes that can be rolled back."""
+        return [requests]
 
-    def before(self, sequences: Sequence[Request]) -> None:
-        """Prepare rollback of these sequences, before their pass."""
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Prepare the rollback of these requests, before their pass."""
 
-    def back(self, sequence: Request, n_accepted: int) -> None:
-        """Roll back the rejected tokens of the draft: those from `sequence.position` on, after ``n_accepted``
+    def rollback(self, request: Request, n_accepted: int) -> None:
+        """Roll back the rejected tokens of the draft: from `request.position` on, after ``n_accepted``
         accepted ones."""
-        native_of(self.context).memory_remove(sequence.seq, sequence.position, -1)
+        self._engine.native.memory_remove(request.seq, request.position, -1)
 
 
-class _Windows(Rollback):
+class SlidingWindowRollback(Rollback):
     """Rollback with sliding windows in a unified KV cache. A ubatch may overwrite tokens of any sequence that
     no window reaches any more, so drafts must be verified before the next ubatch: a pass with drafts is one
     ubatch."""
 
-    def longest(self, n: int) -> int:
+    def longest_draft(self, n: int) -> int:
         return min(n, self.most_rows - 1)
 
-    def parts(self, sequences: list[Request]) -> list[list[Request]]:
-        parts: list[list[Request]] = []
+    def passes(self, requests: list[Request]) -> list[list[Request]]:
+        passes: list[list[Request]] = []
         n_rows = 0
-        for one in sorted(sequences, key=lambda one: one.feeding):
-            last = parts[-1] if parts else None
-            if last is None or one.feeding != last[0].feeding or n_rows + one.n_rows > self.most_rows:
-                parts.append([])
+        for request in sorted(requests, key=lambda request: request.in_prefill):
+            last = passes[-1] if passes else None
+            if (
+                last is None
+                or request.in_prefill != last[0].in_prefill
+                or n_rows + request.n_entries > self.most_rows
+            ):
+                passes.append([])
                 n_rows = 0
-            parts[-1].append(one)
-            n_rows += one.n_rows
-        return parts
+            passes[-1].append(request)
+            n_rows += request.n_entries
+        return passes
 
 
-class _LastUbatch(Rollback):
+class RecurrentRollback(Rollback):
     """Rollback with recurrent layers, which can take back up to ``n_rs_seq`` tokens of the last ubatch, once.
     The engine splits sequences of different length, or many of them, into several ubatches."""
 
-    def longest(self, n: int) -> int:
-        return min(n, self.context.n_rs_seq, self.most_rows - 1)
+    def longest_draft(self, n: int) -> int:
+        return min(n, self._context.n_rs_seq, self.most_rows - 1)
 
-    def parts(self, sequences: list[Request]) -> list[list[Request]]:
-        lengths = {len(one.draft.tokens) for one in sequences}
-        n_rows = (1 + max(lengths, default=0)) * len(sequences)
+    def passes(self, requests: list[Request]) -> list[list[Request]]:
+        lengths = {len(request.draft.tokens) for request in requests}
+        n_rows = (1 + max(lengths, default=0)) * len(requests)
         if lengths == {0} or (len(lengths) == 1 and n_rows <= self.most_rows):
-            return [sequences]
-        return [[one] for one in sequences]
+            return [requests]
+        return [[request] for request in requests]
 
 
-class _Saved(Rollback):
+class SnapshotRollback(Rollback):
     """Rollback in memories that can remove nothing: save a sequence before its draft; then restore it and
     decode the accepted tokens again."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._saved: dict[int, bytes] = {}
+        self._snapshots: dict[int, bytes] = {}
 
-    def before(self, sequences: Sequence[Request]) -> None:
-        self._saved.clear()
-        for one in sequences:
-            if len(one.draft.tokens):
-                self._saved[one.seq] = native_of(self.context).save(one.seq)
+    def prepare(self, requests: Sequence[Request]) -> None:
+        self._snapshots.clear()
+        for request in requests:
+            if len(request.draft.tokens):
+                self._snapshots[request.seq] = self._engine.native.save(request.seq)
 
-    def back(self, sequence: Request, n_accepted: int) -> None:
-        native, seq = native_of(self.context), sequence.seq
-        native.restore(seq, self._saved.pop(seq))
+    def rollback(self, request: Request, n_accepted: int) -> None:
+        native, seq = self._engine.native, request.seq
+        native.restore(seq, self._snapshots.pop(seq))
         batch = Batch()
-        first = sequence.position - n_accepted - 1
-        for i, token in enumerate(sequence.tokens[-n_accepted - 2 : -1]):
+        first = request.position - n_accepted - 1
+        for i, token in enumerate(request.tokens[-n_accepted - 2 : -1]):
             batch.add(token, first + i, seq)
         # Not through a tap: the states of these rows were captured before.
         native.decode(batch)
 
 
-def rollback_of(context: Context) -> Rollback:
+def rollback_for(context: Context) -> Rollback:
     """The kind of rollback that the context's memory allows."""
     model = engine_of(context).model
     if model.is_recurrent or model.is_hybrid:
-        return _LastUbatch(context) if context.n_rs_seq > 0 else _Saved(context)
+        return RecurrentRollback(context) if context.n_rs_seq > 0 else SnapshotRollback(context)
     if model.n_swa > 0 and not context.swa_full:
-        return _Saved(context)
-    return _Windows(context) if model.n_swa > 0 and context.kv_unified else Rollback(context)
+        return SnapshotRollback(context)
+    return SlidingWindowRollback(context) if model.n_swa > 0 and context.kv_unified else Rollback(context)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
 import threading
 from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from llamatap._closeable import Closeable
+from llamatap._options import takes_options
 from llamatap._validate import instance, integer
 from llamatap.context import Context
-from llamatap.drafting.drafter import AnyDrafter, as_drafter
+from llamatap.drafting.any_drafter import AnyDrafter, as_drafter
 from llamatap.errors import BusyError, ClosedError, InvalidInputError
 from llamatap.extraction.inputs import Input, prompt_tokens
-from llamatap.generation.options import GenerateOptions, checked_options, new_prompt, room_of
-from llamatap.generation.ownership import tidying
+from llamatap.generation.options import GenerateOptions, new_request, request_capacity, split_options
+from llamatap.generation.ownership import cleanup
 from llamatap.generation.request import Request
 from llamatap.generation.results import Event
 from llamatap.generation.scheduler import Scheduler
@@ -45,7 +45,7 @@ class Session(Closeable):
     :raises UnsupportedError: the model generates no text.
     """
 
-    # Until it has the context.
+    # Closed until the context is reserved.
     _closed = True
 
     def __init__(self, context: Context, drafter: AnyDrafter = None) -> None:
@@ -53,18 +53,19 @@ class Session(Closeable):
         self._model = context.model
         self._drafter = as_drafter(drafter)
         self._dropped: tuple[int, ...] = ()
-        #: Prompts that are not finished.
-        self._prompts: dict[int, Request] = {}
+        #: Requests that are not finished, by their numbers.
+        self._requests: dict[int, Request] = {}
         self._n_added = 0
-        # For short work: numbering prompts, and whether more may be added.
+        # Held for short work: numbering prompts, and whether more may be added.
         self._adding = threading.Lock()
-        # For a round, which takes long: nobody waits for it, a second caller gets BusyError.
+        # Held for a whole round, which takes long: a second caller gets BusyError instead of waiting.
         self._stepping = threading.Lock()
-        self._loop = Scheduler(context, self._drafter)
-        self._room = room_of(context)
-        self._loop.__enter__()
+        self._scheduler = Scheduler(context, self._drafter)
+        self._capacity = request_capacity(context)
+        self._scheduler.__enter__()
         self._closed = False
 
+    @takes_options(GenerateOptions)
     def add(self, prompt: Input, **options: Unpack[GenerateOptions]) -> int:
         """Queue a prompt. From any thread, also while another one is in :meth:`step`.
 
@@ -78,21 +79,17 @@ class Session(Closeable):
         """
         if self._closed:
             raise _closed_error()
-        if unknown := sorted(options.keys() - GenerateOptions.__annotations__.keys()):
-            raise TypeError(f"add() got an unexpected keyword argument {unknown[0]!r}")
-        checked, sampling = checked_options(self._model, self._drafter, **_without_seed(options))
-        seed = options.get("seed")
-        sampling["seed"] = secrets.randbits(31) if seed is None else seed
+        checked, sampling = split_options(self._model, self._drafter, options, "add()")
         tokens = prompt_tokens(self._model, prompt, None)
-        found = new_prompt(self._model, -1, tokens, self._room, checked, sampling)
+        request = new_request(self._model, -1, tokens, self._capacity, checked, sampling)
         with self._adding:
             if self._closed:
                 raise _closed_error()
-            found.index = self._n_added
+            request.index = self._n_added
             self._n_added += 1
-            self._prompts[found.index] = found
-            self._loop.waiting.append(found)
-        return found.index
+            self._requests[request.index] = request
+            self._scheduler.queue.add(request)
+        return request.index
 
     def cancel(self, index: int) -> None:
         """End a prompt's generation, waiting or in flight. From any thread. What its last round gave still
@@ -104,10 +101,9 @@ class Session(Closeable):
         with self._adding:
             if not 0 <= integer("index", index) < self._n_added:
                 raise InvalidInputError(f"there is no prompt {index}; {self._n_added} were added")
-            prompt = self._prompts.get(int(index))
-        if prompt is not None:
-            prompt.cancelled.set()
-            self._loop.cancelling = True
+            request = self._requests.get(int(index))
+        if request is not None:
+            self._scheduler.queue.cancel(request)
 
     def step(self) -> list[Event]:
         """One round: admit prompts that fit; then draft, forward pass, verification for in-flight requests.
@@ -122,37 +118,37 @@ class Session(Closeable):
         those admitted in this round included, and the round's events; :attr:`dropped` has their numbers.
         Their sequences are free again, and the next step goes on with the waiting prompts.
         """
-        with self._alone("step()"):
+        with self._one_thread("step()"):
             if self._closed:
                 raise _closed_error()
             self._dropped = ()
-            self._loop.check_tap()
+            self._scheduler.check_tap()
             try:
                 with contextlib.ExitStack() as undo:
-                    undo.push(tidying(self._loop.drop))
-                    events = self._loop.round()
+                    undo.push(cleanup(self._scheduler.drop))
+                    events = self._scheduler.round()
                     undo.pop_all()
             except BaseException:
                 with self._adding:
-                    waiting = {one.index for one in self._loop.waiting}
-                    self._dropped = tuple(index for index in self._prompts if index not in waiting)
+                    waiting = {request.index for request in self._scheduler.queue.waiting}
+                    self._dropped = tuple(index for index in self._requests if index not in waiting)
                     for index in self._dropped:
-                        del self._prompts[index]
+                        del self._requests[index]
                 raise
             with self._adding:
                 for event in events:
                     if event.final is not None:
-                        del self._prompts[event.index]
+                        del self._requests[event.index]
             return events
 
     @property
     def pending(self) -> int:
         """The number of unfinished prompts, waiting or in flight."""
-        return len(self._prompts)
+        return len(self._requests)
 
     def __len__(self) -> int:
         """:attr:`pending`."""
-        return len(self._prompts)
+        return len(self._requests)
 
     def __bool__(self) -> bool:
         # True also when idle, where len() is 0.
@@ -183,14 +179,14 @@ class Session(Closeable):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with self._alone("close()"):
+        with self._one_thread("close()"):
             with self._adding:
                 if self._closed:
                     return
                 self._closed = True
-                self._prompts.clear()
-                self._loop.waiting.clear()
-            self._loop.__exit__(kind, error, trace)
+                self._requests.clear()
+                self._scheduler.queue.drop_waiting()
+            self._scheduler.__exit__(kind, error, trace)
 
     def __repr__(self) -> str:
         return f"Session({'closed' if self._closed else f'pending={self.pending}'})"
@@ -201,22 +197,16 @@ class Session(Closeable):
         try:
             self.close()
         except Exception as error:
-            _logger.warning("a session that was not closed could not be tidied up: %r", error)
+            _logger.warning("a session that was not closed could not be closed: %r", error)
 
     @contextlib.contextmanager
-    def _alone(self, name: str) -> Iterator[None]:
+    def _one_thread(self, name: str) -> Iterator[None]:
         if not self._stepping.acquire(blocking=False):
             raise BusyError(f"{name} was called while step() is at work; one thread at a time")
         try:
             yield
         finally:
             self._stepping.release()
-
-
-def _without_seed(options: GenerateOptions) -> GenerateOptions:
-    others = options.copy()
-    others.pop("seed", None)
-    return others
 
 
 def _closed_error() -> ClosedError:

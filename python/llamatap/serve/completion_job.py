@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from llamatap.generation.options import pieces_of
+from llamatap.generation.options import token_bytes
 from llamatap.generation.results import Event, Generation, TokenLogprobs
 from llamatap.generation.text_stream import TextStream
 from llamatap.serve.echo import offsets_in, text_of
@@ -116,7 +116,7 @@ class CompletionJob(TextJob):
 
     def _new_stream(self) -> TextStream:
         # Stop strings count too: where a token begins does not depend on what comes later.
-        return TextStream(pieces_of(self.model), ())
+        return TextStream(token_bytes(self.model), ())
 
     def _prompt(self, index: int, logprobs: Sequence[TokenLogprobs | None] | None) -> tuple[str, list[_Row]]:
         """The text of a choice's prompt, and where log-probabilities are wanted, its tokens' rows."""

@@ -1,0 +1,42 @@
+"""Drafting by n-grams: the text itself is the model."""
+
+from __future__ import annotations
+
+from llamatap._native import _core
+from llamatap._validate import integer
+from llamatap.drafting.draft_length import MaxTokens, check_shortest, longest_draft
+from llamatap.drafting.native_drafter import NativeDrafter
+
+__all__ = ["NGramDrafter"]
+
+
+class NGramDrafter(NativeDrafter):
+    """Drafts the tokens that followed the last occurrence of the newest n-gram in the sequence. It needs no
+    model, and is good for texts that repeat themselves or their prompt (code that is edited, summaries,
+    translations).
+
+    :param n_longest: the longest n-gram that is searched for; the longest one found decides.
+    :param n_shortest: the shortest.
+    :param n_max: the most tokens of a draft, or "auto".
+    :param n_min: shorter drafts are dropped.
+    :raises InvalidInputError: a number is out of range.
+    """
+
+    draws = False
+
+    def __init__(
+        self,
+        n_longest: int = 4,
+        n_shortest: int = 2,
+        *,
+        n_max: MaxTokens = 8,
+        n_min: int = 1,
+    ) -> None:
+        most = longest_draft(n_max)
+        core = _core.ngram_drafter(
+            n_longest=integer("n_longest", n_longest, 1, 64),
+            n_shortest=integer("n_shortest", n_shortest, 1, 64),
+            n_max=most,
+            n_min=check_shortest(n_min, most),
+        )
+        super().__init__(core, n_max)
