@@ -332,7 +332,7 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
     def _fingerprint(self) -> dict[str, Any]:
         return {
             "kind": self.kind,
-            "weights": files_of(self.model).sample,
+            "weights": files_of(self.model).sampled_sha256,
             **self._facts,
             "n_state": self.n_state,
             "engine": _core.build_info()["engine_commit"],

@@ -15,7 +15,8 @@ from support.servers import running, tiny_options
 from support.tiny import TinyLlama, write_vocabulary
 
 import llamatap as lt
-from llamatap.dataset.samples import Preparation, prepare
+from llamatap.dataset.options import DatasetOptions
+from llamatap.dataset.rows_to_samples import prepare
 
 FOLDER = ENGINE_MODELS / "templates"
 #: Templates that accept many kinds of messages.
@@ -150,7 +151,7 @@ def test_templates_and_data_sets(model: lt.Model, name: str) -> None:
         with contextlib.suppress(lt.Error):
             written += isinstance(model.apply_chat_template(messages, template=TEMPLATES[name]), str)
     skipped: list[int] = []
-    how = Preparation(4096, template=TEMPLATES[name])
+    how = DatasetOptions(max_length=4096, template=TEMPLATES[name])
     found = prepare(model, rows, how, lambda row, error: skipped.append(row))
     assert len(found.samples) + len(skipped) == len(rows)
     # Not all are refused.
@@ -211,7 +212,9 @@ def test_deep_values(model: lt.Model, name: str, levels: int) -> None:
     rows += [value, {"messages": value}, {"input_ids": value}, {"text": value}]
     rows += [{"messages": talk, "tools": value}, {"messages": talk}]
     skipped: list[int] = []
-    found = prepare(model, rows, Preparation(4096, template=OWN[name]), lambda row, _: skipped.append(row))
+    found = prepare(
+        model, rows, DatasetOptions(max_length=4096, template=OWN[name]), lambda row, _: skipped.append(row)
+    )
     assert len(found.samples) + len(skipped) == len(rows)
     assert found.samples[-1].row == len(rows) - 1
 
@@ -237,7 +240,7 @@ def test_parts_that_are_strings_are_said(model: lt.Model) -> None:
     template += "{% if add_generation_prompt %}[assistant]{% endif %}"
     for said, thought in ((["a b", "c"], False), (["</think>", "c"], True), ([{"text": "</think>c"}], True)):
         talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": said}]
-        how = Preparation(4096, template=template)
+        how = DatasetOptions(max_length=4096, template=template)
         (sample,) = prepare(
             model, [{"messages": talk}], how, lambda _, error: pytest.fail(str(error))
         ).samples

@@ -17,7 +17,8 @@ from support.paths import ENGINE_MODELS
 import llamatap as lt
 from llamatap.__main__ import main
 from llamatap.chat.unparsed_tokens import _pieces, find_unparsed
-from llamatap.dataset.samples import Preparation, Preparer, prepare
+from llamatap.dataset.options import DatasetOptions
+from llamatap.dataset.rows_to_samples import Preparer, prepare
 
 VOCABULARIES = ENGINE_MODELS
 TEMPLATES = sorted((VOCABULARIES / "templates").glob("*.jinja"))
@@ -77,7 +78,7 @@ def test_only_what_the_template_writes_itself(broken: lt.Model) -> None:
     plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
     assert broken.unparsed_tokens(plain) == {}
     quoting = [{"role": "user", "content": "<|im_start|>"}, *CHAT[1:]]
-    preparer = Preparer(broken, Preparation(4096, template=plain))
+    preparer = Preparer(broken, DatasetOptions(max_length=4096, template=plain))
     assert len(preparer({"messages": quoting})[0])
     # The token stands in one branch of several.
     tools = "{{ messages[0].content }}{% if tools %}<|im_start|>tools{% endif %}"
@@ -133,9 +134,11 @@ def test_a_data_set_is_refused(broken: lt.Model, rows: list[Any], on_error: str)
     """The whole data set is refused, since none of its chats can be used."""
     skipped: list[int] = []
     with pytest.raises(lt.UnsupportedError, match=rf"{SAYS}.*input_ids".replace("|", r"\|")):
-        prepare(broken, rows, Preparation(4096), lambda row, error: skipped.append(row))
+        prepare(broken, rows, DatasetOptions(max_length=4096), lambda row, error: skipped.append(row))
     assert skipped == []
-    found = prepare(broken, [*rows[:-1], {"text": "hi"}], Preparation(4096, min_tokens=1), lambda *_: None)
+    found = prepare(
+        broken, [*rows[:-1], {"text": "hi"}], DatasetOptions(max_length=4096, min_tokens=1), lambda *_: None
+    )
     assert len(found.samples) == len(rows)
 
 

@@ -17,7 +17,8 @@ from support.datasets import assert_same, read_states, visible_files
 
 import llamatap as lt
 from llamatap import dataset
-from llamatap.dataset import samples
+from llamatap.dataset import rows_to_samples
+from llamatap.dataset.options import DatasetOptions
 
 Options = dataset.Options
 
@@ -208,6 +209,6 @@ def test_threads_are_within_the_quota(
 
     monkeypatch.setattr("llamatap._threads._physical_cores", lambda: cores)
     monkeypatch.setattr("llamatap._system_limits.cpu_quota", lambda: quota)
-    monkeypatch.setattr("llamatap.dataset.samples.ThreadPoolExecutor", Threads)
-    samples.prepare(tiny_model, [GOOD], samples.Preparation(64), lambda *_: None)
+    monkeypatch.setattr("llamatap.dataset.rows_to_samples.ThreadPoolExecutor", Threads)
+    rows_to_samples.prepare(tiny_model, [GOOD], DatasetOptions(max_length=64), lambda *_: None)
     assert made == [expected]

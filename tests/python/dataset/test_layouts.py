@@ -15,7 +15,7 @@ from support.tiny import TinyLlama
 
 import llamatap as lt
 from llamatap import dataset
-from llamatap.dataset.rows import COLUMNS
+from llamatap.dataset.row_files import COLUMNS
 from reference import decoder
 
 Options = dataset.Options

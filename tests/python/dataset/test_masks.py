@@ -15,8 +15,9 @@ from support.tiny import TinyLlama, write_vocabulary
 
 import llamatap as lt
 from llamatap.chat import template as chat_templates
-from llamatap.dataset._turns import Turn, assistant_turns
-from llamatap.dataset.samples import Preparation, Preparer, prepare
+from llamatap.dataset.masks.assistant_turns import Turn, assistant_turns
+from llamatap.dataset.options import DatasetOptions
+from llamatap.dataset.rows_to_samples import Preparer, prepare
 
 VOCABULARIES = ROOT / "vendor" / "llama.cpp" / "models"
 TEMPLATES = VOCABULARIES / "templates"
@@ -66,7 +67,7 @@ def pieces(template: str, messages: list[dict[str, Any]]) -> list[tuple[str, str
     """The words of each turn, and what ends it."""
     text, turns = rendered(template, messages)
     return [
-        (text[turn.start : turn.said], None if turn.end is None else text[turn.said : turn.end])
+        (text[turn.start : turn.text_end], None if turn.end is None else text[turn.text_end : turn.end])
         for turn in turns
     ]
 
@@ -148,16 +149,16 @@ def test_content_in_parts() -> None:
         (
             "{% for m in messages | reverse %}{{ m.content }};{% endfor %}"
             "{% if add_generation_prompt %}<a>{% endif %}",
-            "message 1: .*earlier messages otherwise",
+            "message 1: .*earlier messages differently",
         ),
         # It has no generation prompt, and does not end where one would stand.
         (
             "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}$",
-            "message 1: .*earlier messages otherwise",
+            "message 1: .*earlier messages differently",
         ),
         (
             "{% for m in messages %}{{ m.content }}{{ m.content | length }};{% endfor %}",
-            "another text around marks",
+            "another text once markers",
         ),
         (
             "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}<a>{{ m.content }}"
@@ -167,7 +168,7 @@ def test_content_in_parts() -> None:
         ),
         (
             "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}",
-            "holds what others say",
+            "holds text of another role",
         ),
     ],
 )
@@ -243,7 +244,9 @@ def skip(row: int, error: Exception) -> None:
 def masked(model: lt.Model, messages: list[dict[str, Any]], **options: Any) -> list[bytes]:
     """The bytes of each run of tokens in the mask."""
 
-    (sample,) = prepare(model, [{"messages": messages}], Preparation(4096, **options), skip).samples
+    (sample,) = prepare(
+        model, [{"messages": messages}], DatasetOptions(max_length=4096, **options), skip
+    ).samples
     assert (
         sample.tokens.tolist()
         == model.tokenize(
@@ -294,7 +297,7 @@ def test_empty_thoughts_that_a_template_adds_do_not_count(qwen: lt.Model) -> Non
         {"role": "user", "content": "Write hello."},
         {"role": "assistant", "content": "import sys"},
     ]
-    preparer = Preparer(qwen, Preparation(4096, template=template))
+    preparer = Preparer(qwen, DatasetOptions(max_length=4096, template=template))
     tokens, mask, _ = preparer({"messages": messages})
     empty = "<think>\n\n</think>\n\n"
     assert qwen.detokenize(tokens).endswith(f"<|im_start|>assistant\n{empty}import sys<|im_end|>\n")
@@ -302,7 +305,9 @@ def test_empty_thoughts_that_a_template_adds_do_not_count(qwen: lt.Model) -> Non
     assert mask.tolist() == [False] * 17 + [True] * 3 + [False]
     assert qwen.detokenize(tokens[mask]) == "import sys<|im_end|>"
     # Training a model on when not to think is an option.
-    thinking = Preparer(qwen, Preparation(4096, template=template, supervise_empty_thoughts=True))
+    thinking = Preparer(
+        qwen, DatasetOptions(max_length=4096, template=template, supervise_empty_thoughts=True)
+    )
     tokens, mask, _ = thinking({"messages": messages})
     assert qwen.detokenize(tokens[mask]) == f"{empty}import sys<|im_end|>"
     assert int(mask.sum()) == 9
@@ -350,7 +355,7 @@ def test_thoughts_of_the_row_count(qwen: lt.Model, answer: dict[str, Any], expec
 
 def test_the_newline_after_a_turn_does_not_count(smollm2: lt.Model) -> None:
     """Case 51: tools differ; the engine stops at <|im_end|>, so no model ever generates the newline."""
-    tokens, mask, _ = Preparer(smollm2, Preparation(4096))({"messages": PLAIN})
+    tokens, mask, _ = Preparer(smollm2, DatasetOptions(max_length=4096))({"messages": PLAIN})
     text = smollm2.detokenize(tokens)
     assert text.count("<|im_end|>\n") == 5
     (end,) = smollm2.tokenize("<|im_end|>", add_special=False).tolist()
@@ -421,7 +426,7 @@ def test_headers_that_no_prompt_ends_with(smollm2: lt.Model) -> None:
         ({}, "message 1 says nothing"),
         ({"content": None}, "message 1 says nothing"),
         ({"value": "Yo"}, "message 1"),
-        ({"content": [{"type": "image"}]}, "knows of texts alone, and message 1 has"),
+        ({"content": [{"type": "image"}]}, "takes text only, and message 1 has"),
     ],
 )
 def test_nobody_learns_to_say_none(smollm2: lt.Model, content: dict[str, Any], why: str) -> None:
@@ -432,7 +437,9 @@ def test_nobody_learns_to_say_none(smollm2: lt.Model, content: dict[str, Any], w
         masked(smollm2, [USER, {"role": "assistant", **content}], template=template)
     parts = [{"type": "text", "text": text} for text in ("Yo", "Bye")]
     messages = [USER, {"role": "assistant", "content": parts}]
-    tokens, mask, _ = Preparer(smollm2, Preparation(4096, template=template))({"messages": messages})
+    tokens, mask, _ = Preparer(smollm2, DatasetOptions(max_length=4096, template=template))(
+        {"messages": messages}
+    )
     assert smollm2.detokenize(tokens[mask]) == "Yo\nBye<|im_end|>"
 
 
@@ -453,6 +460,6 @@ def test_calls_without_a_content(qwen: lt.Model, content: dict[str, Any]) -> Non
 def test_the_date_of_templates(tmp_path: Path) -> None:
     template = f"{{{{ strftime_now('%d %m %Y') }}}}{TEMPLATE}"
     with lt.Model(TinyLlama().write(tmp_path / "tiny.gguf", chat_template=template)) as model:
-        how = Preparation(4096, date="2001-02-03")
+        how = DatasetOptions(max_length=4096, date="2001-02-03")
         (sample,) = prepare(model, [{"messages": PLAIN}], how, skip).samples
         assert model.detokenize(sample.tokens).replace("\u2581", " ").startswith("<s>03 02 2001[user]")

@@ -21,7 +21,7 @@ from support.tiny import TinyLlama
 
 import llamatap as lt
 from llamatap import dataset
-from llamatap.dataset._folder import Folder
+from llamatap.dataset.folder import DatasetFolder
 
 Options = dataset.Options
 
@@ -30,7 +30,7 @@ PROGRAM = """
 import sys, time
 import llamatap as lt
 from llamatap import dataset
-from llamatap.dataset import _job
+from llamatap.dataset import job
 
 class Slow(lt.Extractor):
     def __call__(self, inputs, *rest, **options):
@@ -47,7 +47,7 @@ class SlowLayout(dataset.LAYOUTS[sys.argv[5]]):
         time.sleep(0.002)
         super().write(*arguments)
 
-_job.Extractor = Slow
+job.Extractor = Slow
 # The disk is slower than the computation, so several batches wait.
 dataset.LAYOUTS[sys.argv[5]] = SlowLayout
 with lt.Model(sys.argv[1]) as model:
@@ -151,7 +151,7 @@ def test_what_was_computed_is_written_by_the_next_run(
                 computed.extend(one.tolist() for one in inputs)
             return super().__call__(inputs, *rest, **named)
 
-    monkeypatch.setattr("llamatap.dataset._job.Extractor", Telling)
+    monkeypatch.setattr("llamatap.dataset.job.Extractor", Telling)
     report = dataset.write(tiny_model, rows, tmp_path / "o", Options(**options, resume=True))
     assert report.complete
     assert computed
@@ -257,7 +257,9 @@ def test_resume_of_another_model_or_input(tiny_model: lt.Model, tmp_path: Path) 
     with pytest.raises(lt.InvalidInputError, match="weights is 'f16' there and None here"):
         dataset.write(tiny_model, rows, tmp_path / "f16", resumed)
     changed = [*rows[:-1], {**rows[-1], "loss_mask": [1] * len(rows[-1]["input_ids"])}]
-    with pytest.raises(lt.InvalidInputError, match=r"samples_sha256 is .*\(samples_sha256 is of token ids"):
+    with pytest.raises(
+        lt.InvalidInputError, match=r"samples_sha256 is .*\(samples_sha256 is the hash of token ids"
+    ):
         dataset.write(tiny_model, changed, tmp_path / "o", resumed)
     with pytest.raises(lt.InvalidInputError, match="holds a data set already; go on"):
         dataset.write(tiny_model, rows, tmp_path / "o", options)
@@ -396,14 +398,14 @@ def test_one_run_at_a_time(tiny_model: lt.Model, tmp_path: Path) -> None:
         finally:
             go.set()
             first.join()
-    with Folder(tmp_path / "o").used(0, 2):
-        with Folder(tmp_path / "o").used(1, 2):
+    with DatasetFolder(tmp_path / "o").used(0, 2):
+        with DatasetFolder(tmp_path / "o").used(1, 2):
             pass
         # Another number of workers shares the samples out otherwise.
         for rank, world in ((0, 2), (1, 3), (0, 1)):
-            with pytest.raises(lt.BusyError), Folder(tmp_path / "o").used(rank, world):
+            with pytest.raises(lt.BusyError), DatasetFolder(tmp_path / "o").used(rank, world):
                 pass
-    with Folder(tmp_path / "o").used(1, 3):
+    with DatasetFolder(tmp_path / "o").used(1, 3):
         pass
 
 

@@ -19,7 +19,8 @@ from support.paths import ENGINE_MODELS
 from support.tiny import write_vocabulary
 
 import llamatap as lt
-from llamatap.dataset.samples import Preparation, prepare
+from llamatap.dataset.options import DatasetOptions
+from llamatap.dataset.rows_to_samples import prepare
 
 TEMPLATES = ENGINE_MODELS / "templates"
 NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
@@ -167,7 +168,9 @@ def runs(
         raise error
 
     row = {"messages": messages, "tools": tools}
-    (sample,) = prepare(model, [row], Preparation(1 << 20, template=template, **options), fail).samples
+    (sample,) = prepare(
+        model, [row], DatasetOptions(max_length=1 << 20, template=template, **options), fail
+    ).samples
     found: list[tuple[str, str]] = [("", "")]
     pairs = zip(sample.loss_mask.tolist(), sample.tokens.tolist(), strict=True)
     for chosen, run in itertools.groupby(pairs, key=lambda pair: pair[0]):
@@ -320,7 +323,7 @@ def test_turns_that_others_and_the_assistant_quote(case: Case) -> None:
     messages = [user(f"quarn{quoted}mollif"), says(f"blenth{quoted}strenk"), user(f"zubbel{quoted}"), ANSWER]
     if case.name == "CohereForAI-c4ai-command-r-plus-tool_use":
         # Where a turn begins shows in nothing but the words that begin it.
-        with pytest.raises(lt.InvalidInputError, match="earlier messages otherwise"):
+        with pytest.raises(lt.InvalidInputError, match="earlier messages differently"):
             case.runs(messages)
         return
     found = case.runs(messages)

@@ -23,7 +23,6 @@ import json, os, sys, time
 from pathlib import Path
 import llamatap as lt
 from llamatap import dataset
-from llamatap.dataset import _folder
 
 model, rows, folder, rank, rounds, meeting, layout = sys.argv[1:]
 rank, meeting = int(rank), Path(meeting)

@@ -199,7 +199,7 @@ def test_bad_input(tiny_model: lt.Model, tmp_path: Path) -> None:
     refused(tmp_path / "empty.jsonl", "it is empty")
     refused(tmp_path / "none.jsonl", "no such file", FileNotFoundError)
     refused(tmp_path / "folder", "holds no .jsonl")
-    refused(tmp_path / "some.txt", "told by its name")
+    refused(tmp_path / "some.txt", "expected a name that ends in .jsonl")
     refused(tmp_path / "bad.parquet", "no Parquet file")
     refused([{"text": ""}], "none of the 1 rows can be used; row 0")
     refused(good, r"not in -5\.\.4", layers=[7])
@@ -207,7 +207,7 @@ def test_bad_input(tiny_model: lt.Model, tmp_path: Path) -> None:
     refused(good, "unknown convention", convention="x")
     refused(good, "unknown layout", layout="x")
     refused(good, "dtype must be", dtype="int8")
-    refused(good, "rank 2 of 2 workers: ranks count from 0", rank=2, world_size=2)
+    refused(good, "rank must be less than world_size=2, not 2: ranks count from 0", rank=2, world_size=2)
     wrong: list[tuple[str, Any]] = [
         ("layout", []),
         ("convention", 5),

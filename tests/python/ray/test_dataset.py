@@ -21,7 +21,8 @@ from llamatap import dataset
 
 ray = pytest.importorskip("ray")
 
-from llamatap.ray import HiddenStates, _write, write  # noqa: E402  needs ray
+from llamatap.ray import HiddenStates, cluster_write, write  # noqa: E402  needs ray
+from llamatap.ray.worker import ModelLoading, Worker  # noqa: E402
 
 # Ray's own warnings, and sockets that it leaves to the end of the process.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 Options = dataset.Options
 
 #: Called in a worker with its part, before that is computed.
-Before = Callable[["_write._Worker", Sequence[Sequence[int]]], None]
+Before = Callable[[Worker, Sequence[Sequence[int]]], None]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,12 +50,12 @@ def options(**more: Any) -> Options:
 def have_workers(monkeypatch: pytest.MonkeyPatch, before: Before) -> None:
     """Make workers call a function before each part."""
 
-    class Worker(_write._Worker):
+    class Preceded(Worker):
         def _compute(self, part: Sequence[Sequence[int]]) -> list[int]:
             before(self, part)
             return super()._compute(part)
 
-    monkeypatch.setattr(_write, "_Worker", Worker)
+    monkeypatch.setattr(cluster_write, "Worker", Preceded)
 
 
 def test_two_workers(
@@ -66,7 +67,7 @@ def test_two_workers(
     (tmp_path / "pids").mkdir()
     pids, folder = tmp_path / "pids", tmp_path / "many"
 
-    def before(worker: _write._Worker, part: Sequence[Sequence[int]]) -> None:
+    def before(worker: Worker, part: Sequence[Sequence[int]]) -> None:
         import time
 
         (pids / str(os.getpid())).touch()
@@ -124,7 +125,7 @@ def test_a_worker_that_dies_is_started_again(
     rows = random_rows(63, 60)
     died, folder = tmp_path / "died", tmp_path / "many"
 
-    def before(worker: _write._Worker, part: Sequence[Sequence[int]]) -> None:
+    def before(worker: Worker, part: Sequence[Sequence[int]]) -> None:
         if not died.exists():
             died.touch()
             # The state left by a process that dies while writing.
@@ -147,7 +148,7 @@ def test_a_worker_that_always_dies(
     rows = random_rows(64, 60)
     deaths = tmp_path / "deaths"
 
-    def before(worker: _write._Worker, part: Sequence[Sequence[int]]) -> None:
+    def before(worker: Worker, part: Sequence[Sequence[int]]) -> None:
         if any(40 in batch for batch in part):
             with deaths.open("a") as file:
                 file.write("x")
@@ -174,7 +175,7 @@ def test_a_worker_that_always_dies(
 def test_errors_of_a_worker(tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = random_rows(65, 20)
 
-    def full(worker: _write._Worker, part: Sequence[Sequence[int]]) -> None:
+    def full(worker: Worker, part: Sequence[Sequence[int]]) -> None:
         raise OSError(errno.ENOSPC, "no space left", "hs_1")
 
     with monkeypatch.context() as patch:
@@ -186,8 +187,8 @@ def test_errors_of_a_worker(tiny_path: Path, tmp_path: Path, monkeypatch: pytest
 
     other = TinyLlama(seed=1).write(tmp_path / "other.gguf")
 
-    def replaced(worker: _write._Worker, part: Sequence[Sequence[int]]) -> None:
-        worker._loading = _write._Loading(str(other), 0, None)
+    def replaced(worker: Worker, part: Sequence[Sequence[int]]) -> None:
+        worker.loading = ModelLoading(str(other), 0, None)
 
     with monkeypatch.context() as patch:
         have_workers(patch, replaced)
@@ -196,9 +197,7 @@ def test_errors_of_a_worker(tiny_path: Path, tmp_path: Path, monkeypatch: pytest
 
     with monkeypatch.context() as patch:
         # Like a machine that does not see the file.
-        patch.setattr(
-            _write._Loading, "__reduce__", lambda self: (_write._Loading, (f"{self.path}.x", 0, None))
-        )
+        patch.setattr(ModelLoading, "__reduce__", lambda self: (ModelLoading, (f"{self.path}.x", 0, None)))
         with pytest.raises(lt.ModelNotFoundError, match=r"no such file: .*\.gguf\.x"):
             write(tiny_path, rows, tmp_path / "absent", options())
     assert not (tmp_path / "absent").exists()
@@ -217,10 +216,10 @@ def test_resources(
 ) -> None:
     seen = tmp_path / "seen"
 
-    def before(worker: _write._Worker, part: Sequence[Sequence[int]]) -> None:
+    def before(worker: Worker, part: Sequence[Sequence[int]]) -> None:
         with seen.open("a") as file:
             file.write(
-                json.dumps([ray.get_runtime_context().get_assigned_resources(), worker._loading.n_gpu_layers])
+                json.dumps([ray.get_runtime_context().get_assigned_resources(), worker.loading.n_gpu_layers])
             )
             file.write("\n")
 

@@ -85,11 +85,11 @@ EXTRAS = [
         "prometheus_client",
         "server",
     ),
-    ("from llamatap.ray._write import _ray; _ray()", "ray", "ray"),
+    ("from llamatap.ray.worker import import_ray; import_ray()", "ray", "ray"),
     ("import llamatap.train.pytorch", "torch", "train"),
     ("import llamatap.connectors.speculators", "torch", "train"),
-    ("from llamatap.dataset.rows import import_pyarrow; import_pyarrow()", "pyarrow", "dataset"),
-    ("from llamatap.dataset._job import _layout_kind; _layout_kind('speculators')", "pyarrow", "dataset"),
+    ("from llamatap.dataset.row_files import import_pyarrow; import_pyarrow()", "pyarrow", "dataset"),
+    ("from llamatap.dataset.layouts import layout_class; layout_class('speculators')", "pyarrow", "dataset"),
 ]
 
 

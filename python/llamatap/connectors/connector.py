@@ -1,4 +1,4 @@
-"""Base class of connectors."""
+"""Connector: base class of the places that states are put to and read from."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from llamatap._validate import instance
 from llamatap.errors import InvalidInputError
 from llamatap.generation.results import Generation, whole_states
 from llamatap.states import States
+from llamatap.train.batch_to_samples import read_mask
 
 __all__ = ["Connector", "Stored", "tensors_of"]
 
-#: Arrays of a sample: "hidden_states" ``(n, n_layers, n_embd)``, "token_ids" int64 ``(n,)`` and, where it was
-#: given, "loss_mask" float32 ``(n,)``. For other libraries: :class:`llamatap.connectors.DLPackArray`.
+#: Arrays of a sample: "hidden_states" ``(n, n_layers, n_embd)``, "token_ids" int64 ``(n,)`` and, if it was
+#: given, "loss_mask" float32 ``(n,)``. To other libraries: :class:`llamatap.connectors.DLPackArray`.
 Stored = dict[str, NDArray[Any]]
 
 
 class Transfer(TypedDict):
-    """How a reader finds what was put; JSON has it. speculators' name of the path is there as well.
+    """Parameters with which a reader finds a sample; JSON can hold them.
 
-    :ivar handle: for :meth:`Connector.delete`.
-    :ivar hidden_states_path: the same.
+    :ivar handle: the handle for :meth:`Connector.delete`.
+    :ivar hidden_states_path: the same, under speculators' name.
     """
 
     handle: str
@@ -33,11 +34,13 @@ class Transfer(TypedDict):
 
 
 class Connector(ABC):
-    """A place where states are put by one process and read by another, or by the same. The reading side has
-    the names of ``hs_connectors.HiddenStatesTransfer``."""
+    """A place where one process puts states, and another one, or the same, reads them.
+
+    The methods for reading have the names of ``hs_connectors.HiddenStatesTransfer``.
+    """
 
     def setup(self) -> None:
-        """Called by a reader before it reads, in the process that reads. A second call does nothing."""
+        """Prepare for reading; called in the process that reads. A second call does nothing."""
         return
 
     @abstractmethod
@@ -46,19 +49,19 @@ class Connector(ABC):
     ) -> Transfer | None:
         """Put the states of a text.
 
-        :param index: the sample's number in a data set, by which :meth:`get_cached` finds it; what had it
-            before is replaced. None for one that is found by what this returns.
-        :param loss_mask: ``(n,)``: 1 for tokens that are to be learnt, else 0.
-        :returns: what :meth:`get_generated` takes; None where nothing can be read.
+        :param index: the index of the sample in a data set, for :meth:`get_cached`; replaces the sample that
+            had it. None for a sample that is found by the returned value only.
+        :param loss_mask: ``(n,)``: 1 for tokens to learn, else 0.
+        :returns: parameters for :meth:`get_generated`; None if the connector cannot be read.
         :raises InvalidInputError: the states are pooled, hold NaN or infinity, or the mask does not fit.
         :raises OSError: there is no room.
         """
 
     def put_generation(self, generation: Generation, *, index: int | None = None) -> Transfer | None:
-        """Put the states of a generation, of prompt and text in one piece; only generated tokens are to be
-        learnt.
+        """Put the states of a generation, prompt and text in one sample. Its loss mask holds the generated
+        tokens.
 
-        :raises InvalidInputError: the generation has no state of each generated token.
+        :raises InvalidInputError: a generated token has no state.
         """
         instance("generation", generation, Generation)
         states, generated = whole_states(generation)
@@ -66,21 +69,21 @@ class Connector(ABC):
 
     @abstractmethod
     def get_cached(self, file_idx: int) -> Stored | None:
-        """Sample that was put with this index; None if there is none."""
+        """Read the sample of this index; None if there is none."""
 
     @abstractmethod
     def get_generated(self, hs_transfer_params: Mapping[str, object]) -> Stored | None:
-        """Sample by the handle that :meth:`put` returned; None if it is gone."""
+        """Read the sample that :meth:`put` returned these parameters for; None if it is gone."""
 
     def delete(self, handle: str) -> None:
-        """Free a sample. Arrays that were read of it stay valid. A second call does nothing."""
+        """Delete a sample. Arrays that were read from it stay valid. A second call does nothing."""
         return
 
 
 def tensors_of(states: States, loss_mask: ArrayLike | None) -> Stored:
-    """The arrays of a sample, under the names that trainers read.
+    """The arrays of a sample, with the names that trainers read.
 
-    :raises InvalidInputError: as of :meth:`Connector.put`.
+    :raises InvalidInputError: see :meth:`Connector.put`.
     """
     instance("states", states, States)
     if states.array.ndim != 3:
@@ -89,11 +92,5 @@ def tensors_of(states: States, loss_mask: ArrayLike | None) -> Stored:
         raise InvalidInputError(f"NaN or infinity in layers {layers}: nothing was put; see lt.probe")
     found: Stored = {"hidden_states": states.array, "token_ids": states.tokens.astype(np.int64)}
     if loss_mask is not None:
-        mask = np.asarray(loss_mask)
-        if mask.shape != (len(states),) or not np.isin(mask, (0, 1)).all():
-            raise InvalidInputError(
-                f"loss_mask must be 0 or 1 for each of the {len(states)} tokens; found "
-                f"{mask.dtype} of {mask.shape}"
-            )
-        found["loss_mask"] = mask.astype(np.float32)
+        found["loss_mask"] = read_mask("loss_mask", loss_mask, len(states))
     return found

@@ -1,4 +1,4 @@
-"""Rows of samples from files: JSON lines, Parquet, and the folders that Hugging Face ``datasets`` saves."""
+"""Reading rows from files: JSON lines, Parquet, and folders that Hugging Face ``datasets`` saved."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 __all__ = ["COLUMNS", "Row", "import_pyarrow", "read_rows"]
 
-#: Columns of a row; other columns of a file are not read.
+#: Columns that are read; others are ignored.
 COLUMNS = ("input_ids", "loss_mask", "messages", "conversations", "text", "tools")
 
-#: A row, or why it cannot be read.
+#: A row, or the error that reading it raised.
 Row: TypeAlias = "Mapping[str, Any] | InvalidInputError"
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of a file or folder, in order.
+    """Read the rows of a file or folder, in order.
 
-    ``*.jsonl`` (or ``*.json``, a JSON object a line; blank lines are left out), ``*.parquet``, a folder saved
-    by ``Dataset.save_to_disk``, or a folder of such files, read in the order of their names.
+    Takes ``*.jsonl`` (or ``*.json``; a JSON object a line, blank lines are ignored), ``*.parquet``, a folder
+    saved by ``Dataset.save_to_disk``, or a folder of such files, read in the order of their names.
 
-    :raises InvalidInputError: it is none of these. (A line that cannot be read is handed out as the error.)
+    :raises InvalidInputError: it is none of these. (A line that cannot be read is yielded as an error.)
     :raises MissingPackageError: pyarrow is needed and not installed.
     :raises OSError: it cannot be read.
     """
@@ -50,7 +50,7 @@ def read_rows(path: Path) -> Iterator[Row]:
     )
     if not files:
         raise InvalidInputError(
-            f"{path} holds no {', '.join(_READERS)} files, and is no folder of Dataset.save_to_disk"
+            f"{path} holds no {', '.join(_READERS)} files, and was not saved by Dataset.save_to_disk"
         )
     return (row for file in files for row in _READERS[file.suffix](file))
 
@@ -60,7 +60,7 @@ def _reader(path: Path) -> Callable[[Path], Iterator[Row]]:
         return _READERS[path.suffix]
     except KeyError:
         raise InvalidInputError(
-            f"{path}: what it holds is told by its name, which must end in {', '.join(_READERS)}"
+            f"{path}: expected a name that ends in {', '.join(_READERS)}, which tells the format"
         ) from None
 
 
@@ -84,7 +84,7 @@ def _json_rows(path: Path) -> Iterator[Row]:
 def _parsed(line: bytes, number: int) -> Row:
     try:
         row = json.loads(line)
-    # Deep nesting is a RecursionError.
+    # Deep nesting raises RecursionError.
     except (ValueError, RecursionError) as error:
         return InvalidInputError(f"line {number} is no JSON: {error}")
     if not isinstance(row, dict):
@@ -106,7 +106,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
 
 def _saved_rows(folder: Path) -> Iterator[Row]:
-    """The rows of a folder that ``Dataset.save_to_disk`` wrote: Arrow streams, named in ``state.json``."""
+    """Rows of a folder that ``Dataset.save_to_disk`` wrote: Arrow streams, listed in ``state.json``."""
     pyarrow = import_pyarrow()
     try:
         state = json.loads((folder / "state.json").read_text("utf-8"))
@@ -128,22 +128,22 @@ def _arrow_rows(pyarrow: Any, path: Path) -> Iterator[Row]:
 
 
 def _without_nulls(batch: pyarrow.RecordBatch) -> Iterable[Row]:
-    """A batch's rows; templates ask whether a field is there, and columns fill in those that are not.
+    """Rows of a batch without null fields: Arrow fills absent fields with nulls, and templates test presence.
 
-    :raises ValueError: the batch holds what cannot be, offsets outside of its buffers for example.
+    :raises ValueError: the batch is corrupt, with offsets outside of its buffers for example.
     """
     batch.validate(full=True)
     for start in range(0, batch.num_rows, 64):
         for row in batch.slice(start, 64).to_pylist():
-            found: dict[str, Any] = _dropped(row)
+            found: dict[str, Any] = _drop_nulls(row)
             yield found
 
 
-def _dropped(value: Any) -> Any:
+def _drop_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _dropped(entry) for name, entry in value.items() if entry is not None}
+        return {name: _drop_nulls(entry) for name, entry in value.items() if entry is not None}
     if isinstance(value, list):
-        return [_dropped(entry) for entry in value]
+        return [_drop_nulls(entry) for entry in value]
     return value
 
 

@@ -1,44 +1,68 @@
-"""Preset files: TOML, read strictly. A key that nobody looks at would be a recipe that is not followed."""
+"""Preset files: TOML, read strictly, because an ignored key would be a recipe that is not followed."""
 
 from __future__ import annotations
 
+import os
 import reprlib
 import sys
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from importlib import resources
+from pathlib import Path
+from typing import Any
 
+from llamatap._validate import shown
 from llamatap.errors import InvalidInputError
 from llamatap.extraction.inputs import Window, parse_window
 from llamatap.layers import LayerId
+from llamatap.presets.preset import Preset
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-__all__ = ["Fields", "read"]
+__all__ = ["load_preset", "preset_names"]
 
 
-class Fields(TypedDict):
-    """Fields of a preset file, by the names of :class:`llamatap.presets.Preset`."""
+def preset_names() -> list[str]:
+    """The sorted names of the built-in presets."""
+    files = resources.files(__package__).iterdir()
+    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
 
-    name: str
-    description: str
-    source: str
-    model_name: str | None
-    architecture: str | None
-    n_layer: int | None
-    n_embd: int | None
-    template: str | None
-    template_variables: dict[str, Any]
-    max_length: int | None
-    convention: str
-    layers: tuple[LayerId, ...]
-    rows: Window | None
+
+def load_preset(preset: str | os.PathLike[str]) -> Preset:
+    """Load a built-in preset, or one from a file.
+
+    :param preset: a name of :func:`preset_names`, or the path of a TOML file: a ``Path``, or a str that ends
+        in ``.toml`` or contains a folder.
+    :raises InvalidInputError: there is no preset of that name, no such file, or the file is no preset; with
+        the key and what is expected of it.
+    :raises OSError: the file cannot be read.
+    """
+    if not isinstance(preset, (str, os.PathLike)):
+        raise InvalidInputError(f"a preset is a name or a path, not {type(preset).__name__}")
+    path = Path(preset)
+    if isinstance(preset, str) and path.suffix != ".toml" and path.name == preset:
+        if preset not in (names := preset_names()):
+            raise InvalidInputError(
+                f"no preset is called {shown(preset)}; there are {', '.join(names)}, and a path ends in .toml"
+            )
+        where, data = preset, (resources.files(__package__) / f"{preset}.toml").read_bytes()
+    else:
+        try:
+            where, data = str(path), path.read_bytes()
+        except FileNotFoundError:
+            raise InvalidInputError(
+                f"there is no preset file {path}; built in are {', '.join(preset_names())}"
+            ) from None
+    try:
+        return _read(data)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{where}: {error}") from error
 
 
 class _Table:
-    """A table of the file, whose keys are all known."""
+    """A table of the file; refuses unknown keys and values of other types."""
 
     def __init__(self, label: str, entries: dict[str, Any], known: Sequence[str]) -> None:
         self.label = label
@@ -86,7 +110,7 @@ class _Table:
                 raise InvalidInputError(f"{self.label}{key} is missing; it is {expected}")
             return None
         found = self._entries[key]
-        # Not isinstance: true and false are whole numbers to Python.
+        # Not isinstance, for which true and false are integers.
         if type(found) is not kind:
             raise self._error(key, expected, found)
         return found
@@ -95,13 +119,13 @@ class _Table:
         return InvalidInputError(f"{self.label}{key} must be {expected}, not {reprlib.repr(found)}")
 
 
-def read(data: bytes) -> Fields:
-    """The fields of a preset file.
+def _read(data: bytes) -> Preset:
+    """Read the content of a preset file.
 
-    :raises InvalidInputError: it is no TOML, or has an unknown key, lacks one, or one has a wrong value.
+    :raises InvalidInputError: it is no TOML, a key is unknown or missing, or a value is wrong.
     """
     try:
-        # Some editors begin files with a byte order mark, which TOML does not know.
+        # Some editors write a byte order mark, which TOML does not allow.
         entries = tomllib.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"this is no TOML: {error}") from error
@@ -110,18 +134,18 @@ def read(data: bytes) -> Fields:
     model = top.table("model", ("name", "architecture", "n_layer", "n_embd"))
     prompt = top.table("prompt", ("template", "template_variables", "max_length"))
     states = top.table("states", ("convention", "layers", "rows"), required=True)
-    return {
-        "name": name,
-        "description": top.text("description") or "",
-        "source": top.text("source") or "",
-        "model_name": model.text("name"),
-        "architecture": model.text("architecture"),
-        "n_layer": model.count("n_layer"),
-        "n_embd": model.count("n_embd"),
-        "template": prompt.text("template"),
-        "template_variables": prompt.free_table("template_variables"),
-        "max_length": prompt.count("max_length"),
-        "convention": states.required_text("convention"),
-        "layers": states.layers("layers"),
-        "rows": states.window("rows"),
-    }
+    return Preset(
+        name=name,
+        description=top.text("description") or "",
+        source=top.text("source") or "",
+        model_name=model.text("name"),
+        architecture=model.text("architecture"),
+        n_layer=model.count("n_layer"),
+        n_embd=model.count("n_embd"),
+        template=prompt.text("template"),
+        template_variables=prompt.free_table("template_variables"),
+        max_length=prompt.count("max_length"),
+        convention=states.required_text("convention"),
+        layers=states.layers("layers"),
+        rows=states.window("rows"),
+    )

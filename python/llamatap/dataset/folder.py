@@ -1,4 +1,4 @@
-"""The folder of a data set: what it is of, who writes to it, and what could not be computed."""
+"""Folder of a data set: its manifest, its locks, and the samples that have no finite states."""
 
 from __future__ import annotations
 
@@ -10,34 +10,40 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from llamatap.dataset.batch_journal import BatchJournal
 from llamatap.errors import BusyError, InvalidInputError
 from llamatap.storage import locks
 from llamatap.storage.atomic_writes import atomic_path
 
-__all__ = ["MANIFEST", "SKIPPED", "STATUSES", "Folder"]
+__all__ = ["MANIFEST", "SKIPPED", "STATUSES", "DatasetFolder"]
 
 #: Name of the manifest in the data set's folder.
 MANIFEST = "llamatap.json"
-#: Rows of the input that are not in it, and why: a JSON object a line.
+#: Name of the file of skipped rows and reasons: a JSON object a line.
 SKIPPED = "skipped.jsonl"
-#: Statuses of a data set: samples are missing; files are being put in order; complete.
+#: Statuses of a data set: samples are missing; files are being renumbered; complete.
 STATUSES = ("writing", "finishing", "complete")
-# Locks, and reasons of samples without finite states, until all is written.
+# Folder of locks, of the journal, and of reasons of samples without finite states, until all is written.
 _WORK = ".llamatap"
 
 
-class Folder:
-    """The folder, and how one process writes to it.
+class DatasetFolder:
+    """Folder of a data set, and a process that writes to it.
 
-    :ivar work: a folder in it, for what is there while the data set is written.
+    :ivar work: subfolder for what exists only while the data set is written.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.work = path / _WORK
 
+    @property
+    def journal(self) -> BatchJournal:
+        """The journal of batches that are computed and not yet in the layout's files."""
+        return BatchJournal(self.work / "computed")
+
     def manifest(self) -> dict[str, Any] | None:
-        """The manifest of the data set; None when the folder is empty or missing.
+        """The manifest of the data set; None if the folder is empty or missing.
 
         :raises InvalidInputError: the folder holds something else.
         """
@@ -50,27 +56,34 @@ class Folder:
                 ) from None
             return None
         except (ValueError, RecursionError) as error:
-            raise InvalidInputError(f"{self.path / MANIFEST} cannot be read: {error}") from error
+            raise InvalidInputError(
+                f"{self.path / MANIFEST} cannot be read ({error}): restore it, or give another folder"
+            ) from error
         if (
             not isinstance(found, dict)
             or not isinstance(found.get("made_with"), dict)
             or found.get("status") not in STATUSES
         ):
-            raise InvalidInputError(f"{self.path / MANIFEST} is not of a data set of llamatap")
+            raise InvalidInputError(
+                f"{self.path / MANIFEST} is not of a data set of llamatap: give another folder"
+            )
         return found
 
     def write_manifest(self, manifest: Mapping[str, Any]) -> None:
-        """:raises OSError: it cannot be written."""
+        """Replace the manifest.
+
+        :raises OSError: it cannot be written.
+        """
         with atomic_path(self.path / MANIFEST) as scratch:
             scratch.write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")
 
     def write_skipped(self, skipped: Mapping[int, str]) -> None:
-        """Rows that are not in the data set.
+        """Write the rows that are not in the data set.
 
-        :param skipped: the reason of each row.
+        :param skipped: the reason for each row.
         :raises OSError: it cannot be written.
         """
-        # Half a surrogate pair becomes a backslash escape, which is valid JSON too.
+        # A lone surrogate becomes a backslash escape, which is valid JSON as well.
         with (
             atomic_path(self.path / SKIPPED) as scratch,
             scratch.open("w", encoding="utf-8", errors="backslashreplace") as file,
@@ -80,15 +93,15 @@ class Folder:
 
     @contextlib.contextmanager
     def used(self, rank: int, world_size: int) -> Iterator[None]:
-        """Keep other runs out: all but workers of the same number of workers, and of another rank.
+        """Lock out other runs, except workers of other ranks with the same world size.
 
-        :raises BusyError: another run is at it.
-        :raises OSError: the folder cannot be made or written to.
+        :raises BusyError: another run is writing to the folder.
+        :raises OSError: the folder cannot be created or written to.
         """
         self.work.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             with self.settled():
-                # Workers of another number share the samples out otherwise.
+                # Workers of another world size divide the samples differently.
                 for other in self.work.glob("world-*.lock"):
                     if other.name != f"world-{world_size}.lock":
                         with self._locked(other.name):
@@ -110,24 +123,24 @@ class Folder:
 
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
-        """One process at a time: to begin a data set, and to finish it."""
+        """Lock for starting and finishing a data set, one process at a time."""
         with locks.locked(self.work / "settle.lock", make=True):
-            # A run that was killed while it had this lock left them: atomic_path's .NAME.XXXXXXXX
+            # Left by runs that were killed while they held this lock: atomic_path's .NAME.XXXXXXXX
             for folder in (self.path, self.work):
                 for leftover in folder.glob(".*.????????"):
                     shutil.rmtree(leftover, ignore_errors=True)
             yield
 
-    def forget(self) -> None:
-        """Remove what is there while a data set is written, but for locks."""
+    def clear_work(self) -> None:
+        """Remove what exists only while a data set is written, except locks."""
         for entry in self.work.iterdir():
             if entry.is_dir():
                 shutil.rmtree(entry)
             elif entry.suffix != ".lock":
                 entry.unlink()
 
-    def lose(self, index: int, reason: str) -> None:
-        """Remember that a sample has no finite states.
+    def mark_lost(self, index: int, reason: str) -> None:
+        """Record that a sample has no finite states.
 
         :raises OSError: it cannot be written.
         """
@@ -137,7 +150,7 @@ class Folder:
             scratch.write_text(reason, "utf-8", "backslashreplace")
 
     def lost(self) -> dict[int, str]:
-        """The samples without finite states, and why."""
+        """The samples without finite states, and the reasons."""
         found = {}
         for path in (self.work / "lost").glob("*"):
             if path.name.isdecimal():
@@ -145,7 +158,7 @@ class Folder:
         return dict(sorted(found.items()))
 
     def free_bytes(self) -> tuple[int, int]:
-        """Bytes that are free where the folder is or will be, and bytes of a block of its file system."""
+        """Free bytes of the file system where the folder is or will be, and the bytes of its blocks."""
         place = self.path.absolute()
         while not place.exists():
             place = place.parent

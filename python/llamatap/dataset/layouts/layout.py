@@ -23,19 +23,19 @@ __all__ = ["FilePerSample", "Layout"]
 class Layout(ABC):
     """The files of one data set.
 
-    :param folder: where they lie.
-    :param samples: all of the data set's samples, of which some may turn out to have no finite states.
-    :param columns: the layers of the states, in order, as llamatap counts.
-    :param dtype: of the states, a name of :data:`llamatap.states.DTYPES`.
+    :param folder: the folder to write to.
+    :param samples: all samples of the data set; some may turn out to have no finite states.
+    :param columns: the layers of the states, in order, in llamatap's numbering.
+    :param dtype: dtype of the states, a name of :data:`llamatap.states.DTYPES`.
     :param n_embd: the width of the states.
-    :param provenance: where the states come from; goes into the files.
+    :param provenance: where the states come from; stored in the files.
     """
 
-    #: As ``--layout`` names it.
+    #: Name for ``--layout``.
     name: ClassVar[str]
     #: Whether the last column is norm(H_n) rather than H_n, for a model with n blocks.
     last_is_norm: ClassVar[bool] = False
-    #: Packages that must be installed for it.
+    #: Packages that it needs.
     needs: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
@@ -61,39 +61,39 @@ class Layout(ABC):
 
     @abstractmethod
     def n_bytes_there(self) -> int:
-        """Bytes of the files of states that are there, or have their room already."""
+        """Bytes of the files of states that exist, or are allocated."""
 
     @abstractmethod
     def open(self, indices: Iterable[int]) -> None:
-        """Make what must be there before samples are written, and remove what a killed run left half written.
+        """Create what writing needs, and remove what a killed run left half written.
 
-        :param indices: the samples that this process writes; others may be writing the rest.
-        :raises OSError: it cannot be made.
+        :param indices: the samples that this process writes; other processes may be writing the rest.
+        :raises OSError: it cannot be created.
         """
 
     @abstractmethod
     def written(self) -> NDArray[np.bool_]:
-        """Mask of the samples that are completely written: bool ``(n_samples,)``."""
+        """The samples that are completely written: bool ``(n_samples,)``."""
 
     @abstractmethod
     def write(self, index: int, states: NDArray[Any]) -> None:
-        """Write a sample, whole or not at all: called by one thread of each process.
+        """Write a sample, whole or not at all. Called by one thread of each process.
 
         :param states: ``(n_tokens, n_columns, n_embd)``, all finite.
         :raises OSError: it cannot be written.
         """
 
-    def sync(self) -> None:  # noqa: B027  not all have something to do
-        """Have what this process wrote survive a power failure of this machine, where one would not show.
+    def sync(self) -> None:  # noqa: B027  most layouts have nothing to do
+        """Make what this process wrote survive a power failure, if losing it would go unnoticed.
 
         :raises OSError: it cannot be written.
         """
 
     @abstractmethod
     def finish(self, lost: Sequence[int]) -> None:
-        """Write what tells of all samples; may be called again after it was interrupted.
+        """Write what describes all samples. May be called again after an interruption.
 
-        :param lost: the samples that have no finite states and were not written, in order.
+        :param lost: the samples that were not written, because their states are not finite, in order.
         :raises OSError: it cannot be written.
         """
 
@@ -109,7 +109,7 @@ class FilePerSample(Layout):
     def size(self, n_tokens: int, row: int) -> int:
         """Bytes of a file.
 
-        :param row: the sample's row of the input, whose digits are in it.
+        :param row: the sample's row of the input, whose number is in the file.
         """
 
     def n_bytes(self) -> int:
@@ -136,13 +136,13 @@ class FilePerSample(Layout):
         for folder in {path.parent for path in ours}:
             folder.mkdir(parents=True, exist_ok=True)
             for leftover in folder.glob(".*"):
-                # atomic_path's folder of a file that is not whole yet: .NAME.XXXXXXXX
+                # atomic_path's folder of an unfinished file: .NAME.XXXXXXXX
                 name = leftover.name[1:].rpartition(".")[0]
                 if folder / name in ours:
                     shutil.rmtree(leftover, ignore_errors=True)
 
     def written(self) -> NDArray[np.bool_]:
-        # A power failure can leave files of the wrong size, though not a kill.
+        # A power failure can leave files of the wrong size; a kill cannot.
         sizes = self._sizes.tolist()
         found = np.zeros(len(sizes), np.bool_)
         for index, size in enumerate(sizes):

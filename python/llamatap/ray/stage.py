@@ -1,19 +1,21 @@
-"""A stage of Ray Data: rows in, rows with hidden states out."""
+"""Stage of Ray Data: rows in, rows with hidden states out."""
 
 from __future__ import annotations
 
 import datetime
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap.dataset import Options
-from llamatap.dataset._work import chosen_layers, extraction, nonfinite, preparation
-from llamatap.dataset.rows import COLUMNS
-from llamatap.dataset.samples import Preparer
+from llamatap.dataset.batch_computation import nonfinite_reason
+from llamatap.dataset.options import DatasetOptions
+from llamatap.dataset.plan import chosen_layers, extractor_options, longest_sample
+from llamatap.dataset.row_files import COLUMNS
+from llamatap.dataset.rows_to_samples import Preparer
 from llamatap.errors import Error, InvalidInputError
 from llamatap.extraction.extractor import Extractor
 from llamatap.model import Model
@@ -23,12 +25,12 @@ __all__ = ["HiddenStates"]
 
 _NAMES = ("input_ids", "loss_mask", "hidden_states", "error")
 
-#: Token ids, loss mask, states, and why there are none: the columns of a row.
+#: Columns of a row: token ids, loss mask, states, and the reason if there are no states.
 _Made: TypeAlias = "tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[Any], str | None]"
 
 
 class HiddenStates:
-    """A class for :meth:`ray.data.Dataset.map_batches`, in its default batch format; one model a worker.
+    """Class for :meth:`ray.data.Dataset.map_batches`, in its default batch format. Each worker has a model.
 
     >>> states = rows.map_batches(                                              # doctest: +SKIP
     ...     HiddenStates,
@@ -38,23 +40,23 @@ class HiddenStates:
     ...     fn_constructor_kwargs={"model": path, "options": options, "n_gpu_layers": -1},
     ... )
 
-    Of each row the same columns are read as by :func:`llamatap.dataset.write`; the others are handed on. A
-    row comes back with
+    Reads the same columns of a row as :func:`llamatap.dataset.write`, and passes the others on. A row comes
+    back with
 
     * ``input_ids``, int32 ``(n,)``, and ``loss_mask``, bool ``(n,)``;
-    * ``hidden_states``, ``(n, n_layers, n_embd)``, of the options' layers and no others, in their dtype.
-      bfloat16, which Arrow does not have, comes as uint16 of the same bits;
-    * ``error``: None, or why the row has no states (its arrays then have 0 tokens).
+    * ``hidden_states``, ``(n, n_layers, n_embd)``, of exactly the options' layers, in their dtype. bfloat16,
+      which Arrow does not have, comes as uint16 of the same bits;
+    * ``error``: None, or the reason why the row has no states (its arrays then have 0 tokens).
 
-    Which rows share a batch is Ray's choice here, and with it the rounding of states:
-    :func:`llamatap.ray.write` is reproducible to the bit, this is not.
+    Ray chooses which rows share a batch, and rounding depends on it: :func:`llamatap.ray.write` is
+    reproducible to the bit, this is not.
 
-    :param model: the GGUF file, by a path that the workers know.
-    :param options: the layers, dtype, lengths, template, ``on_error``, ``batch_tokens`` and ``context``; the
-        rest is of files.
-    :param n_gpu_layers: as of :class:`llamatap.Model`.
-    :param weights: as of :class:`llamatap.Model`.
-    :raises InvalidInputError: an option is wrong; or, of a call, ``on_error`` is "stop" and a row cannot be
+    :param model: the GGUF file, by a path that is valid for the workers.
+    :param options: the layers, dtype, lengths, template, ``on_error``, ``batch_tokens`` and ``context`` are
+        used; the other options concern files.
+    :param n_gpu_layers: see :class:`llamatap.Model`.
+    :param weights: see :class:`llamatap.Model`.
+    :raises InvalidInputError: an option is wrong; or, in a call, ``on_error`` is "stop" and a row cannot be
         used.
     :raises ModelLoadError: the file cannot be loaded.
     :raises UnsupportedError: the model carries no single residual stream.
@@ -63,23 +65,26 @@ class HiddenStates:
     def __init__(
         self,
         model: str | os.PathLike[str],
-        options: Options | None = None,
+        options: DatasetOptions | None = None,
         *,
         n_gpu_layers: int = 0,
         weights: Literal["f32", "f16", "bf16"] | None = None,
     ) -> None:
-        self._options = options = options or Options()
+        self._options = options = options or DatasetOptions()
         self._model = Model(model, n_gpu_layers=n_gpu_layers, weights=weights)
         self._layers = chosen_layers(self._model, options)
         self._dtype = dtype_name(options.dtype)
         self._stored = np.dtype(np.uint16) if self._dtype == "bfloat16" else DTYPES[self._dtype]
+        longest = longest_sample(self._model, options)
         date = options.date or datetime.date.today().isoformat()
-        how = preparation(self._model, options, date)
-        self._preparer = Preparer(self._model, how)
-        self._extractor = Extractor(self._model, **extraction(self._model, options, how.max_length))
+        self._preparer = Preparer(self._model, replace(options, max_length=longest, date=date))
+        self._extractor = Extractor(self._model, **extractor_options(self._model, options, longest))
 
     def __call__(self, batch: dict[str, NDArray[Any]]) -> dict[str, Any]:
-        """:param batch: columns of the same length, as NumPy arrays."""
+        """Compute a batch of rows.
+
+        :param batch: columns of the same length, as NumPy arrays.
+        """
         if not isinstance(batch, Mapping):
             raise InvalidInputError(
                 f"a batch must be a dict of NumPy arrays, not {type(batch).__name__}: leave out batch_format"
@@ -97,7 +102,7 @@ class HiddenStates:
         return {name: column for name, column in batch.items() if name not in _NAMES} | columns
 
     def _prepared(self, row: Mapping[str, Any]) -> tuple[NDArray[np.int32], NDArray[np.bool_]] | str:
-        """A row's token ids and loss mask, or why there are none."""
+        """The token ids and the loss mask of a row, or the reason why there are none."""
         try:
             tokens, mask, _ = self._preparer(row)
         except Error as error:
@@ -107,7 +112,7 @@ class HiddenStates:
     def _computed(self, tokens: NDArray[np.int32], mask: NDArray[np.bool_], states: States) -> _Made:
         layers = states.nonfinite_layers()
         if layers:
-            return self._failed(nonfinite(layers, self._dtype))
+            return self._failed(nonfinite_reason(layers, self._dtype))
         return tokens, mask, states.array.view(self._stored), None
 
     def _failed(self, reason: str) -> _Made:
@@ -118,7 +123,7 @@ class HiddenStates:
 
 
 def _objects(values: Sequence[Any]) -> NDArray[Any]:
-    """An array of objects: arrays of unlike lengths go into it as they are."""
+    """An array of objects, which may be arrays of different lengths."""
     found = np.empty(len(values), object)
     for index, value in enumerate(values):
         found[index] = value
@@ -126,7 +131,7 @@ def _objects(values: Sequence[Any]) -> NDArray[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value of Ray as plain Python: arrays as lists, structs without their null fields."""
+    """A value of Ray as plain Python: arrays as lists, structs without null fields."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, Mapping):

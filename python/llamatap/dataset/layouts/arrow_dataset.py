@@ -1,8 +1,8 @@
-"""A folder that Hugging Face ``datasets.load_from_disk`` reads.
+"""Writing a folder that Hugging Face ``datasets.load_from_disk`` reads.
 
 The format is that of ``Dataset.save_to_disk`` (datasets 5.1.0): the rows as an Arrow stream whose schema
 carries the features as metadata, ``dataset_info.json`` with the features, and ``state.json``, which names the
-data files and the format that columns are handed out in.
+data files and the format of returned columns.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llamatap.dataset.rows import import_pyarrow
-from llamatap.dataset.samples import Sample
+from llamatap.dataset.row_files import import_pyarrow
+from llamatap.dataset.samples import TokenSample
 from llamatap.storage.atomic_writes import atomic_path
 
 __all__ = ["write_dataset"]
@@ -28,11 +28,11 @@ _FEATURES = {
 }
 
 
-def write_dataset(folder: Path, samples: Iterable[Sample], fingerprint: str) -> None:
-    """Write rows of ``input_ids``, ``loss_mask`` and ``seq_len`` (all int64); the first two come back as
-    torch tensors. ``state.json``, without which there is no data set, is written last.
+def write_dataset(folder: Path, samples: Iterable[TokenSample], fingerprint: str) -> None:
+    """Write rows of ``input_ids``, ``loss_mask`` and ``seq_len`` (all int64); the first two are read back as
+    torch tensors. ``state.json``, which makes the folder a data set, is written last.
 
-    :param fingerprint: tells the data set from others, in caches of ``datasets``.
+    :param fingerprint: identifies the data set in caches of ``datasets``.
     :raises UnsupportedError: pyarrow is not installed.
     :raises OSError: it cannot be written.
     """
@@ -44,7 +44,7 @@ def write_dataset(folder: Path, samples: Iterable[Sample], fingerprint: str) -> 
     )
     with (
         atomic_path(folder / _FILE) as scratch,
-        # A file of Python's takes any name.
+        # Opened by Python: pyarrow refuses some names of files.
         scratch.open("wb") as file,
         pyarrow.ipc.new_stream(file, schema) as stream,
     ):
@@ -70,8 +70,8 @@ def write_dataset(folder: Path, samples: Iterable[Sample], fingerprint: str) -> 
             scratch.write_text(json.dumps(content, indent=2))
 
 
-def _batches(samples: Iterable[Sample], size: int) -> Iterable[list[Sample]]:
-    batch: list[Sample] = []
+def _batches(samples: Iterable[TokenSample], size: int) -> Iterable[list[TokenSample]]:
+    batch: list[TokenSample] = []
     for sample in samples:
         batch.append(sample)
         if len(batch) == size:

@@ -1,4 +1,4 @@
-"""Computed states that are not yet in the layout's files, kept on disk so that a kill loses none."""
+"""Journal of computed batches that are not yet in the layout's files, so that a kill loses none."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from numpy.typing import NDArray
 
 from llamatap.states import DTYPES, States
 
-__all__ = ["Computed", "boot_id"]
+__all__ = ["BatchJournal", "boot_id"]
 
 
-class Computed:
-    """A folder with a file for each batch: a line of JSON, and the states of its samples, one after another.
+class BatchJournal:
+    """A folder with a file for each computed batch: a line of JSON, then the states of its samples in order.
 
-    The system keeps what a process handed over, however the process ends, so a file costs one copy in memory.
-    It is removed once the layout's files are there, mostly before the disk has seen it.
+    The page cache outlives the process, so a file costs one copy in memory. It is removed once the layout's
+    files are written, mostly before it reaches the disk.
 
-    :param folder: made when the first batch comes.
+    :param folder: created with the first batch.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def keep(self, batch: Sequence[tuple[int, States]]) -> None:
-        """Keep a batch, whole or not at all.
+        """Write a batch to the journal, whole or not at all.
 
         :raises OSError: it cannot be written.
         """
@@ -58,25 +58,25 @@ class Computed:
             raise
 
     def drop(self, first: int) -> None:
-        """Forget a batch.
+        """Remove a batch from the journal.
 
-        :param first: the first of its samples.
+        :param first: the index of its first sample.
         """
         self._path(first).unlink(missing_ok=True)
 
-    def left(self) -> Iterator[list[tuple[int, NDArray[Any]]]]:
-        """The batches that are there: numbers of samples, and their states, ``(n_tokens, n_layers, n_embd)``.
+    def batches(self) -> Iterator[list[tuple[int, NDArray[Any]]]]:
+        """The batches in the journal: indices of samples and their states, ``(n_tokens, n_layers, n_embd)``.
 
-        What is not whole, or was written before the machine was started, is no batch.
+        Incomplete files, and files of before the last boot, are left out.
         """
         for path in sorted(self._folder.glob("[0-9]*")):
-            # Another worker may have dropped it.
+            # Another worker may remove it at the same moment.
             with contextlib.suppress(FileNotFoundError):
                 if batch := _read(path.read_bytes()):
                     yield batch
 
     def clear(self) -> None:
-        """Remove the folder."""
+        """Remove the journal."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _path(self, first: int) -> Path:
@@ -102,9 +102,9 @@ def _read(data: bytes) -> list[tuple[int, NDArray[Any]]]:
 
 
 def boot_id() -> str:
-    """Tells one start of the machine from another: of files of before a power failure parts may be zero.
+    """Identifier of this boot of the machine: parts of files of before a power failure may be zero.
 
-    Empty where the system does not tell.
+    Empty where the system has none.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
