@@ -229,9 +229,9 @@ def _warn_of_paging(path: Path, size: int, available: int) -> None:
 
 def files_of(model: LoadedModel) -> ModelFiles:
     """The file of a model, or all shards of a split one."""
-    return model._files
+    return model._files  # noqa: SLF001  same module
 
 
 def at_close(model: LoadedModel, action: Callable[[], None]) -> None:
     """Have :meth:`LoadedModel.close` call `action` first. If `action` raises, the model stays open."""
-    model._at_close.append(action)
+    model._at_close.append(action)  # noqa: SLF001  same module

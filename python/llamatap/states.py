@@ -174,7 +174,7 @@ class States:
 
     def _with(self, details: dict[str, Any]) -> States:
         states = copy.copy(self)
-        states._details = {**self._details, **details}
+        states._details = {**self._details, **details}  # noqa: SLF001  same class
         if (known := self.__dict__.get("provenance")) is not None:
             states.__dict__["provenance"] = {**known, **details}
         return states
@@ -328,8 +328,27 @@ class States:
 
 def with_prompt_length(states: States, n_prompt: int) -> States:
     """The same states, of a prompt that had ``n_prompt`` tokens before the caller cut it."""
-    n_read = states._details["prompt_tokens"]
-    return states._with({"prompt_tokens": n_prompt, "truncated": n_prompt > n_read})
+    n_read = states._details["prompt_tokens"]  # noqa: SLF001  same module
+    found = {"prompt_tokens": n_prompt, "truncated": n_prompt > n_read}
+    return states._with(found)  # noqa: SLF001  same module
+
+
+def captured_rows(states: States) -> str | None:
+    """The tokens whose rows were captured: the ``rows`` of the provenance; None where it has none."""
+    return states._details.get("rows")  # noqa: SLF001  same module
+
+
+def join_states(parts: Sequence[States], dtype: np.dtype[Any] | None = None) -> States:
+    """A copy of the states of several spans of a text, one after the other, with their context's provenance.
+
+    :param dtype: the dtype to convert to; None keeps it.
+    """
+    array = np.concatenate([one.array for one in parts], dtype=dtype, casting="unsafe")
+    tokens = np.concatenate([one.tokens for one in parts])
+    array.flags.writeable = tokens.flags.writeable = False
+    last = parts[-1]
+    n_layer, source = last._n_layer, last._source  # noqa: SLF001  same module
+    return States(array, tokens, last.layers, n_layer=n_layer, source=source)
 
 
 def check_finite(states: States, otherwise: str = "") -> None:

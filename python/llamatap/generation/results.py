@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamatap.errors import InvalidInputError
-from llamatap.states import States
+from llamatap.states import States, captured_rows, join_states
 
 __all__ = ["Event", "FinishReason", "Generation", "Stats", "TokenLogprobs", "whole_states"]
 
@@ -138,17 +138,14 @@ def whole_states(
     :raises InvalidInputError: the generation has no state of each generated token.
     """
     states = generation.states
-    if states is None or states._details.get("rows") != "full":
+    if states is None or captured_rows(states) != "full":
         raise InvalidInputError(
             "there is no state of each generated token; generate with states='full' (and prompt_states=True)"
         )
     parts = [one for one in (generation.prompt_states, states) if one is not None]
-    array = np.concatenate([one.array for one in parts], dtype=dtype, casting="unsafe")
-    tokens = np.concatenate([one.tokens for one in parts])
-    array.flags.writeable = tokens.flags.writeable = False
-    whole = States(array, tokens, states.layers, n_layer=states._n_layer, source=states._source)
-    generated = np.ones(len(tokens), np.float32)
-    generated[: len(tokens) - len(states)] = 0
+    whole = join_states(parts, dtype)
+    generated = np.ones(len(whole), np.float32)
+    generated[: len(whole) - len(states)] = 0
     return whole, generated
 
 
