@@ -25,7 +25,7 @@ from llamatap.storage.atomic_writes import atomic_path
 from llamatap.storage.model_files import ModelFiles
 from llamatap.storage.safetensors_metadata import JSON_KEYS, from_metadata, to_metadata
 
-__all__ = ["DTYPES", "Source", "States", "check_finite", "dtype_name", "write_tensors"]
+__all__ = ["DTYPES", "Source", "States", "check_finite", "dtype_name", "joined", "rows_of", "write_tensors"]
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -318,6 +318,24 @@ class States:
         states._details = {key: value for key, value in fields.items() if key not in _OF_ARRAYS}
         states._details.setdefault("model_sha256", None)
         return states
+
+
+def rows_of(states: States) -> str | None:
+    """Which tokens have a row, as the provenance says ("all", "full", ...), without hashing the model."""
+    found: str | None = states._details.get("rows")
+    return found
+
+
+def joined(parts: Sequence[States], dtype: np.dtype[Any] | None = None) -> States:
+    """A copy of the rows of several states of the same layers, one after another.
+
+    :param dtype: convert the rows to it; None keeps theirs.
+    """
+    array = np.concatenate([part.array for part in parts], dtype=dtype, casting="unsafe")
+    tokens = np.concatenate([part.tokens for part in parts])
+    array.flags.writeable = tokens.flags.writeable = False
+    last = parts[-1]
+    return States(array, tokens, last.layers, n_layer=last._n_layer, source=last._source)
 
 
 def check_finite(states: States, otherwise: str = "") -> None:

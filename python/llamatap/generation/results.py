@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamatap.errors import InvalidInputError
-from llamatap.states import States
+from llamatap.states import States, joined, rows_of
 
 __all__ = ["Event", "FinishReason", "Generation", "Stats", "TokenLogprobs", "whole_states"]
 
@@ -139,17 +139,13 @@ def whole_states(
     :raises InvalidInputError: the generation has no state of each generated token.
     """
     states = generation.states
-    if states is None or states._details.get("rows") != "full":
+    if states is None or rows_of(states) != "full":
         raise InvalidInputError(
             "there is no state of each generated token; generate with states='full' (and prompt_states=True)"
         )
-    parts = [part for part in (generation.prompt_states, states) if part is not None]
-    array = np.concatenate([part.array for part in parts], dtype=dtype, casting="unsafe")
-    tokens = np.concatenate([part.tokens for part in parts])
-    array.flags.writeable = tokens.flags.writeable = False
-    whole = States(array, tokens, states.layers, n_layer=states._n_layer, source=states._source)
-    generated = np.ones(len(tokens), np.float32)
-    generated[: len(tokens) - len(states)] = 0
+    whole = joined([part for part in (generation.prompt_states, states) if part is not None], dtype)
+    generated = np.ones(len(whole), np.float32)
+    generated[: len(whole) - len(states)] = 0
     return whole, generated
 
 
