@@ -316,7 +316,8 @@ MUTATIONS = [
     Mutation(
         "a saved state fits any weights",
         "python/llamatap/context.py",
-        '            "weights": files_of(self.model).sample,\n            "converted_to": self.model.weights,\n',
+        '            "weights": files_of(self.model).sampled_sha256,\n'
+        '            "converted_to": self.model.weights,\n',
         "",
         "tests/python/test_context.py",
     ),

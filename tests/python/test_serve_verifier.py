@@ -269,6 +269,6 @@ def test_the_model_is_hashed_before_the_first_answer(
     path = tiny.write(tmp_path / "fresh.gguf")
     with running([tiny_options(path)], serving(folder)) as server:
         monkeypatch.setattr(
-            "llamatap.storage.file_hashes.hash_file", lambda _: pytest.fail("hashed too late")
+            "llamatap.storage.file_hashes.compute_sha256", lambda _: pytest.fail("hashed too late")
         )
         assert read(ask(server))[2]["model_sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()

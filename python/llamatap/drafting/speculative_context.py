@@ -324,7 +324,7 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
     def _fingerprint(self) -> dict[str, Any]:
         return {
             "kind": self.kind,
-            "weights": files_of(self.model).sample,
+            "weights": files_of(self.model).sampled_sha256,
             **self._facts,
             "n_state": self.n_state,
             "engine": _core.build_info()["engine_commit"],
@@ -351,5 +351,6 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
 def call_at_close(context: SpeculativeContext, method: Callable[[], None]) -> None:
     """Call a method when the context is closed, unless its object is gone by then: this does not keep it
     alive."""
-    alive = [one for one in context._at_close if one() is not None]
-    context._at_close = [*alive, weakref.WeakMethod(method)]
+    methods = context._at_close  # noqa: SLF001  same module
+    methods[:] = [one for one in methods if one() is not None]
+    methods.append(weakref.WeakMethod(method))

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamatap.errors import InvalidInputError
-from llamatap.states import States, joined, rows_of
+from llamatap.states import States, captured_rows, join_states
 
 __all__ = ["Event", "FinishReason", "Generation", "Stats", "TokenLogprobs", "whole_states"]
 
@@ -139,11 +139,11 @@ def whole_states(
     :raises InvalidInputError: the generation has no state of each generated token.
     """
     states = generation.states
-    if states is None or rows_of(states) != "full":
+    if states is None or captured_rows(states) != "full":
         raise InvalidInputError(
             "there is no state of each generated token; generate with states='full' (and prompt_states=True)"
         )
-    whole = joined([part for part in (generation.prompt_states, states) if part is not None], dtype)
+    whole = join_states([part for part in (generation.prompt_states, states) if part is not None], dtype)
     generated = np.ones(len(whole), np.float32)
     generated[: len(whole) - len(states)] = 0
     return whole, generated
