@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -28,19 +28,18 @@ from llamatap.tokenizer import token_array
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["DraftContextOptions", "DraftOutput", "SpeculativeContext"]
+__all__ = ["DraftContextOptions", "DraftOutput", "SpeculativeContext", "call_at_close"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftOutput:
     """Result of :meth:`SpeculativeContext.decode`: one row for each output, in order. Arrays are owned.
 
-    :ivar ids: int32 ``(n_outputs, top_k)``: the most likely tokens, falling. They are the target's, also
-        where an EAGLE-3 file has a smaller vocabulary of its own; a plain model whose vocabulary is padded
-        further than the target's may give ids that the target does not have.
-    :ivar probs: float32 ``(n_outputs, top_k)``: their probabilities, of a softmax over the logits.
-    :ivar states: float32 ``(n_outputs, n_state)``: the states for the pairs that come next; None for a plain
-        model.
+    :ivar ids: int32 ``(n_outputs, top_k)``: the most likely tokens, most likely first. They are ids of the
+        target, also where an EAGLE-3 file has a smaller vocabulary of its own; a plain model whose vocabulary
+        is padded further than the target's may give ids that the target does not have.
+    :ivar probs: float32 ``(n_outputs, top_k)``: their probabilities, by a softmax over the logits.
+    :ivar states: float32 ``(n_outputs, n_state)``: the states for the next pairs; None for a plain model.
     :ivar logits: None unless asked for: float32 ``(n_outputs, spec.model.n_vocab)``, by the same ids; -inf
         for tokens that the draft cannot give.
     """
@@ -96,10 +95,6 @@ class DraftContextOptions(TypedDict, total=False):
     as_model: Annotated[bool, Option(False, "take the draft as a language model, MTP blocks or not")]
 
 
-class _Released(Protocol):
-    def release(self) -> None: ...
-
-
 def _memory_layout(
     context: Context, draft: LoadedModel, chosen: DraftContextOptions, n_seq_max: int
 ) -> tuple[bool, int]:
@@ -149,7 +144,7 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
         **options: Unpack[DraftContextOptions],
     ) -> None:
         self._native: _core.SpeculativeContext | None = None
-        self._dependents: weakref.WeakSet[_Released] = weakref.WeakSet()
+        self._at_close: list[weakref.WeakMethod[Callable[[], None]]] = []
         instance("context", context, Context)
         target = native_of(context)
         chosen = checked_options(DraftContextOptions, options, "SpeculativeContext()")
@@ -202,15 +197,11 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
         """Free the draft's context, and the draft model where it was loaded here. Drafters made with it are
         closed too: they raise ClosedError."""
         self._native = None
-        for dependent in self._dependents:
-            dependent.release()
+        for one in self._at_close:
+            if (method := one()) is not None:
+                method()
         if self._owns_model:
             self.model.close()
-
-    def release_at_close(self, dependent: _Released) -> None:
-        """Call ``dependent.release()`` when this context is closed: the object holds a part of the core's
-        context. It is not kept alive."""
-        self._dependents.add(dependent)
 
     def __repr__(self) -> str:
         if self._native is None:
@@ -234,20 +225,20 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
 
     @property
     def n_heads(self) -> int:
-        """MTP blocks that are used one after the other, the k-th for the k-th token of a draft."""
+        """How many MTP blocks are used in turn, the k-th for the k-th token of a draft."""
         return native_of(self).n_heads
 
     @property
     def block_size(self) -> int | None:
-        """The places of a DFlash file's block: the newest token and masks, each of which gives a token; with
-        DSpark the newest token's place may give one too. None for other files."""
+        """Places in the block of a DFlash file: the newest token, then masks, each of which gives a token;
+        with DSpark the place of the newest token may give one too. None for other files."""
         return native_of(self).block_size if self.kind == "dflash" else None
 
     @property
     def memory(self) -> Memory:
-        """The draft's memory of its sequences: the same operations as the target's. Blocks that attend to
-        the target's memory (gemma4-assistant) have none to change. A drafter whose sequence is changed here
-        drafts no more for it until it is reset.
+        """The draft's memory of its sequences, with the same operations as the target's. Blocks that attend
+        to the target's memory (gemma4-assistant) have none to change. A drafter whose sequence is changed
+        here drafts for it again only after a reset.
         """
 
         def native() -> _core.Context:
@@ -263,12 +254,13 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
             )
 
     def encode(self, features: ArrayLike) -> NDArray[np.float32]:
-        """The states of pairs: for EAGLE-3, the fusion of the target's features; else the same values.
+        """Make the states of pairs: for EAGLE-3, the fusion of the target's features; else the same values.
 
-        :param features: float32 ``(n, n_features)``; any n.
+        :param features: float32 ``(n, n_features)``: the target's states of :attr:`target_layers`, side by
+            side; any n. Of a tap with these layers, ``tap.states.array.reshape(n, -1)``.
         :returns: float32 ``(n, n_state)``.
         :raises InvalidInputError: another shape or dtype, NaN or infinity.
-        :raises UnsupportedError: of a DFlash file.
+        :raises UnsupportedError: the draft is a DFlash file.
         """
         self._check_pairs("encode")
         try:
@@ -288,19 +280,19 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
         logits: bool = False,
         head: int = 0,
     ) -> DraftOutput:
-        """One decode of pairs, which enter the draft's memory. No pairs: nothing is done.
+        """Decode pairs, which enter the draft's memory. Does nothing without pairs.
 
         :param tokens: int ``(n,)``.
         :param states: float32 ``(n, n_state)``; None for a plain model.
-        :param positions: int ``(n,)``: of each sequence, going on from what its memory holds.
+        :param positions: int ``(n,)``: in each sequence they continue what its memory holds.
         :param seqs: int ``(n,)``, or one sequence for all.
         :param outputs: bool ``(n,)``, or one for all: which entries give results.
-        :param top_k: how many tokens each gives.
-        :param logits: whether the logits are wanted too.
-        :param head: which of several MTP blocks.
+        :param top_k: how many tokens each output gives.
+        :param logits: return the logits too.
+        :param head: index of the MTP block to use, where there are several.
         :raises InvalidInputError: a token, position, sequence, shape or dtype is wrong.
         :raises ContextFullError: there is no room.
-        :raises UnsupportedError: of a DFlash file.
+        :raises UnsupportedError: the draft is a DFlash file.
         """
         core = native_of(self)
         self._check_pairs("decode")
@@ -339,12 +331,12 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
         }
 
     def save(self, seq: int = 0) -> bytes:
-        """The draft's memory of a sequence, as :meth:`Context.save` gives the target's."""
+        """Save the draft's memory of a sequence, as :meth:`Context.save` does the target's."""
         state = native_of(self).context.save(integer("a sequence id", seq))
         return saved_sequences.pack(self._fingerprint(), state)
 
     def restore(self, seq: int, data: bytes | bytearray | memoryview) -> None:
-        """Bring back what :meth:`save` gave.
+        """Restore what :meth:`save` returned, in place of what the sequence holds.
 
         :raises InvalidInputError: as :meth:`Context.restore`.
         """
@@ -354,3 +346,11 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
             native.restore(seq, state)
         finally:
             flush_log()
+
+
+def call_at_close(context: SpeculativeContext, method: Callable[[], None]) -> None:
+    """Call a method when the context is closed, unless its object is gone by then: this does not keep it
+    alive."""
+    methods = context._at_close  # noqa: SLF001  same module
+    methods[:] = [one for one in methods if one() is not None]
+    methods.append(weakref.WeakMethod(method))
