@@ -1,5 +1,6 @@
 # make demo    shows what the project does, on a fresh machine
 # make test    runs the tests, on a fresh machine
+# make test-quick  a part of them that touches everything, in two minutes
 # make test-peers  tests with libraries that want environments of their own: speculators, SpecForge, lm-eval
 # make test-lm-eval  lm-eval alone, scoring a model through the server
 # make test-ray  data sets by workers of Ray (installs Ray)
@@ -28,7 +29,7 @@ export LLAMATAP_CACHE ?= $(abspath $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamat
 export CCACHE_BASEDIR ?= /
 export CCACHE_NOHASHDIR ?= true
 
-.PHONY: demo test test-peers test-lm-eval test-ray test-page architectures lint format stubs bench bench-drafting bench-server dev package golden fidelity bench-transformers neighbours debug sanitize clean
+.PHONY: demo test test-quick test-peers test-lm-eval test-ray test-page architectures lint format stubs bench bench-drafting bench-server dev package golden fidelity bench-transformers neighbours debug sanitize clean
 
 # Debian keeps venv and the headers in packages of their own.
 define HAVE_PYTHON
@@ -74,6 +75,10 @@ $(ARCHS): $(VENV)/.installed tests/archs/CMakeLists.txt tests/archs/load_backend
 # Files of tests go to as many processes as there are cores.
 test: $(VENV)/.installed $(ARCHS)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
+
+# Without what takes long: slow tests, SmolLM2, random inputs.
+test-quick: $(VENV)/.installed $(ARCHS)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile -m "not slow and not real_model and not fuzz"
 
 # The library that trains drafters against a server of ours: `make test-peers TORCH=...` chooses its torch.
 .venv-speculators/.installed: | python

@@ -13,6 +13,13 @@ from llamatap.cache import atomic_path, cache_folder
 from llamatap.fetch import fetch
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that get SmolLM2 from a fixture."""
+    for item in items:
+        if any(name.startswith("smollm2") for name in getattr(item, "fixturenames", ())):
+            item.add_marker("real_model")
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     return fetch("smollm2")

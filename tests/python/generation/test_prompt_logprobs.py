@@ -182,7 +182,7 @@ def test_other_memories(name: str, tmp_path: Path) -> None:
 def test_logits_of_no_more_rows_than_one_ubatch_are_there_at_once(
     tiny_model: lt.Model, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits never exist for a whole prompt; prompts without log-probabilities are prefilled as fast as ever."""
+    """Never for a whole prompt; prompts without log-probabilities are prefilled as fast as ever."""
     outputs, sizes = [], []
     decode = lt.Context._decode
 
