@@ -231,7 +231,7 @@ def test_extracted_together_is_extracted_alone(
             assert_close(model, states.array, expected[index][inside], dtype)
 
 
-# Without this seed, examples depend on the path of this file, and one path led to an example of gemma3 that is
+# Without this seed, examples depend on the path of this file; one path led to an example of gemma3 that was
 # 1.1e-4 off (the worst of 200 others: 6.6e-5).
 @hypothesis.seed(0)
 @given(
