@@ -1,5 +1,6 @@
 # make demo        sets up everything and shows what the project does
 # make test        sets up everything and runs the tests
+# make test-quick  runs a part of them that touches everything, in two minutes
 # make test-cpp    runs the C++ tests of the core's pure logic alone; part of make test
 # make test-page   runs the tests of the server's page in a browser
 # make lint        ruff, mypy, import-linter, clang-format, clang-tidy, stubs
@@ -25,7 +26,7 @@ export LLAMATAP_CACHE ?= $(abspath $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamat
 export CCACHE_BASEDIR ?= /
 export CCACHE_NOHASHDIR ?= true
 
-.PHONY: demo test test-cpp test-page architectures lint format stubs bench bench-drafting dev package clean
+.PHONY: demo test test-quick test-cpp test-page architectures lint format stubs bench bench-drafting dev package clean
 
 # On Debian, venv and the headers are separate packages.
 define HAVE_PYTHON
@@ -86,6 +87,9 @@ $(SPECULATIVE): $(VENV)/.installed bench/peer/CMakeLists.txt tests/archs/load_ba
 # One process a core; each takes whole test files.
 test: $(VENV)/.installed $(ARCHS) test-cpp
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
+
+test-quick: $(VENV)/.installed $(ARCHS) test-cpp
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile -m "not slow and not real_model and not fuzz"
 
 # doctest, from Debian's packages.
 .PHONY: doctest

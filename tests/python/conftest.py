@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,20 @@ import llamatap as lt
 from llamatap.fetch import fetch
 from llamatap.storage.atomic_writes import atomic_path
 from llamatap.storage.cache_folder import cache_folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests that take SmolLM2 from a fixture, and the cases of sampled tests that are slow."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        if any(name.startswith("smollm2") for name in getattr(item, "fixturenames", ())):
+            item.add_marker("real_model")
+        sampled = item.get_closest_marker("sampled")
+        if sampled is not None:
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % sampled.args[0]:
+                item.add_marker("slow")
+            seen[test] += 1
 
 
 @pytest.fixture(scope="session")

@@ -138,6 +138,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lt.Model]:
         yield model
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_and_data_sets(model: lt.Model, name: str) -> None:
     """Anything but a text or an lt.Error fails here, for a row too."""
@@ -159,6 +160,7 @@ def test_templates_and_data_sets(model: lt.Model, name: str) -> None:
     assert len(found.samples) > 20
 
 
+@pytest.mark.fuzz
 def test_a_server_answers_every_body(tiny: TinyLlama, tmp_path: Path) -> None:
     models = []
     for number, template in enumerate(list(TEMPLATES.values())[2:5]):

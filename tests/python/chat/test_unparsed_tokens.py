@@ -160,6 +160,7 @@ def test_a_file_that_is_fine_says_nothing(tiny_path: Path, capsys: pytest.Captur
     assert "WARNING" not in capsys.readouterr().out
 
 
+@pytest.mark.sampled(19)
 @pytest.mark.skipif(not TEMPLATES, reason="the vocabularies are not there; `make test` fetches them")
 @pytest.mark.parametrize("path", sorted(VOCABULARIES.glob("*.gguf")), ids=lambda path: str(path.stem))
 def test_no_false_alarms(path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -177,6 +178,7 @@ def test_no_false_alarms(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert not [record for record in caplog.records if "the template writes" in record.getMessage()]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not TEMPLATES, reason="the vocabularies are not there; `make test` fetches them")
 @pytest.mark.parametrize(
     ("vocabulary", "template", "spelled"),

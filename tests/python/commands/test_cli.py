@@ -336,6 +336,7 @@ def test_a_single_token_has_no_rounds(cycle_model: Path, capsys: pytest.CaptureF
     assert "nan" not in done.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["generate MODEL --prompt abc -n 400", "info MODEL", "build-config"])
 def test_a_closed_pipe_ends_quietly(command: str, cycle_model: Path) -> None:
     arguments = [str(cycle_model) if item == "MODEL" else item for item in command.split()]

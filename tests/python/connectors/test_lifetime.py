@@ -41,6 +41,7 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["return", "sys.exit(1)", "raise ValueError"])
 def test_a_process_that_exits_leaves_nothing(how: str, name: str) -> None:
     """A process cleans up whether it succeeds or fails; its forked child removes nothing when it exits."""

@@ -218,6 +218,7 @@ def test_generations_are_put_as_they_end(connector: Connector, tiny_model: lt.Mo
         np.testing.assert_allclose(read["hidden_states"], expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kill", [False, True])
 def test_two_processes_share_memory(kill: bool, name: str) -> None:
     process, params = writer(name)

@@ -135,6 +135,7 @@ def test_a_context_as_long_as_the_model_was_trained_for(tmp_path: Path, limit: L
         model.context(n_ctx=offered(caught.value)).close()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "options",
     [
@@ -396,6 +397,7 @@ def test_an_encoder_needs_no_memory_for_texts(tmp_path: Path) -> None:
         assert server.states(input=[5, 6, 7])["shape"] == [3, 64]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     bool(_core.build_info()["sanitize"]), reason="AddressSanitizer keeps what was freed, and address space"
 )

@@ -58,6 +58,7 @@ with lt.Model(sys.argv[1]) as model:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["speculators", "npy"])
 def test_killed_at_any_moment(layout: str, tiny_path: Path, tmp_path: Path) -> None:
     rows = random_rows(4, 150, longest=40)

@@ -275,6 +275,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.sampled(7)
 def test_every_shape(case: Case) -> None:
     refuses, why = REFUSED.get(case.name, (lambda messages: False, ""))
     wrong = []

@@ -51,6 +51,7 @@ with lt.Model(model) as model:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["speculators", "npy"])
 def test_two_workers_at_once(tiny_path: Path, tiny_model: lt.Model, tmp_path: Path, layout: str) -> None:
     rounds = 8

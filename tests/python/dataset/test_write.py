@@ -47,6 +47,7 @@ def arrow_rows(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 4e-3), ("float16", 1e-3)])
 def test_states_of_every_sample(
     tiny: TinyLlama, tiny_model: lt.Model, tmp_path: Path, dtype: str, tolerance: float

@@ -20,6 +20,7 @@ from reference import dflash
 F = cycle()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "options",
     [

@@ -83,6 +83,7 @@ WRITERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists() or bool(_core.build_info()["sanitize"]),
     reason="resident memory is read from /proc, and AddressSanitizer keeps what was freed",

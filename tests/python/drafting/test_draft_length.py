@@ -82,6 +82,7 @@ def test_the_best_length_is_chosen(case: str, seed: int) -> None:
     assert (chosen[200:] == best).mean() >= 0.9
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize("case", [*CLEAR, *FLAT])
 def test_what_is_chosen_is_worth_nearly_as_much_as_the_best(case: str, noise: float) -> None:

@@ -29,6 +29,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return TARGET.write(tmp_path_factory.mktemp("shared") / "target.gguf")
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("options", [EXACT, {}, {"kv_unified": False}], ids=str)
 @pytest.mark.parametrize("local", [(True, False), (True,), (True, True, False)], ids=str)
 def test_drafts_of_several_sequences_are_the_formulas(
@@ -75,6 +76,7 @@ def test_drafts_of_several_sequences_are_the_formulas(
                 pending = {seq: [last[seq], *drafts[seq].tokens.tolist()] for seq in texts}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kv_unified", [True, False])
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_generation_is_the_same_with_it(

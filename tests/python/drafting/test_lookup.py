@@ -79,6 +79,7 @@ def test_short_drafts_are_given_up() -> None:
         assert tokens_of(drafter.draft({0: request(text, n_max)})) == expected
 
 
+@pytest.mark.fuzz
 @given(
     st.lists(st.integers(0, 3), min_size=2, max_size=60),
     st.integers(1, 5),

@@ -17,6 +17,7 @@ def length_of(name: str) -> int:
     return 3 if "heads" in name else 4
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", PAIRS)
 def test_every_draft_of_a_loop_is_that_of_the_formulas(
     name: str, tmp_path: Path, rng: np.random.Generator
@@ -86,6 +87,7 @@ def test_the_order_of_a_batch_changes_no_draft(
             loop.verify(drafts, rng)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EACH)
 def test_a_prompt_in_chunks_is_the_prompt(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
     """The prompt is longer than what a drafter holds back for its first draft; ubatches cut the chunks."""
@@ -136,6 +138,7 @@ def script(loop: Loop, pair: Pair, name: str, rng: np.random.Generator) -> None:
         loop.verify(drafts, rng)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", PAIRS)
 def test_sequences_drafted_together_are_each_alone(
     name: str, tmp_path: Path, rng: np.random.Generator
@@ -156,6 +159,7 @@ def test_sequences_drafted_together_are_each_alone(
                 assert np.abs(draft.probs - others).max() < 1e-5
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", EACH)
 def test_sequences_of_few_and_of_many_new_tokens_draft_together(
     name: str, tmp_path: Path, rng: np.random.Generator
@@ -250,6 +254,7 @@ def test_a_text_of_one_token_has_a_draft(name: str, tmp_path: Path, rng: np.rand
         assert_drafted(loop.draft().get(0), pair.oracle, loop.texts[0], length_of(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EACH)
 def test_drafts_end_where_the_drafts_context_does(
     name: str, tmp_path: Path, rng: np.random.Generator
@@ -281,6 +286,7 @@ def test_drafts_end_where_the_drafts_context_does(
         assert_drafted(loop.draft().get(0), pair.oracle, loop.texts[0], length_of(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EACH)
 def test_sequences_that_do_not_fit_into_the_drafts_context_have_no_drafts(
     name: str, tmp_path: Path, rng: np.random.Generator

@@ -104,6 +104,7 @@ MISUSE: dict[str, Callable[[Loop], Any]] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mistake", MISUSE)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_mistake_raises_and_changes_nothing(

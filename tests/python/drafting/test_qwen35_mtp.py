@@ -80,6 +80,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_are_those_without_a_drafter(

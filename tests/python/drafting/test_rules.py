@@ -185,6 +185,7 @@ def test_distributions_are_the_softmax_of_logits_over_the_temperature(
             assert np.array_equal(draft.probs, draft.distributions[range(len(draft.tokens)), draft.tokens])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.6, 3.0])
 @pytest.mark.parametrize("kind", ["eagle3", "model"])
 def test_tokens_are_drawn_from_their_distributions(kind: str, temperature: float, tmp_path: Path) -> None:
@@ -310,6 +311,7 @@ WRONG: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("options", WRONG, ids=str)
 def test_wrong_settings_raise(options: dict[str, Any], tmp_path: Path) -> None:
     for name in ("eagle3", "mtp", "model"):

@@ -132,6 +132,7 @@ def test_tokens_without_states_decode_as_the_formulas_say(tmp_path: Path, rng: n
         decode_in_parts(tested, rng)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", SPECS)
 def test_more_pairs_than_are_computed_at_once(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
     """In ubatches of 16 and engine calls of 512."""

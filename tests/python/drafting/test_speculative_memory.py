@@ -227,6 +227,7 @@ def test_use_after_close_raises(name: str, tmp_path: Path, rng: np.random.Genera
                 call()
 
 
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize("order", ["c", "m", "d", "cm", "mc", "dmc", "cmd"])
 @pytest.mark.parametrize("name", SPECS)
 def test_it_lives_on_when_its_target_or_a_model_is_closed(

@@ -186,6 +186,7 @@ NOT_COMPUTED: dict[str, tuple[Callable[[Target], Path], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", NOT_COMPUTED)
 def test_weights_that_the_engine_would_not_compute_with_are_refused_by_name(
     name: str, target: Target
@@ -292,6 +293,7 @@ BLOCKS_ALONE: dict[str, str] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("use", BLOCKS_ALONE)
 def test_blocks_alone_are_no_model(use: str, target_file: Path, tmp_path: Path) -> None:
     """Each runs in its own process, which must not abort."""

@@ -120,6 +120,7 @@ def test_nothing_is_kept_between_batches(tiny: Tiny, model: lt.Model, rng: np.ra
             context.memory.last(0)
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_too_long(tiny: Tiny, model: lt.Model, rng: np.random.Generator) -> None:
     """A learned position embedding ends; everything else goes on past what the model was trained for."""
     tokens = random_tokens(rng, model, 600)

@@ -139,6 +139,7 @@ def test_a_window_is_the_slice_of_the_whole(
     assert len(part) == len(part.tokens)
 
 
+@pytest.mark.slow
 def test_a_window_takes_no_memory_for_the_rest(tmp_path: Path) -> None:
     """The largest resident memory of a process of its own: 25 layers of 3,000 tokens are 154 MB."""
     path = TinyLlama(n_layer=24, n_embd=512).write(tmp_path / "wide.gguf")
@@ -228,6 +229,7 @@ def test_chunked_equals_whole(
         assert relative(small(prompt, layers).array, whole.array) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_prompt_longer_than_batches_of_the_usual_size(
     tiny: TinyLlama, tiny_model: lt.Model, rng: np.random.Generator
 ) -> None:

@@ -67,6 +67,7 @@ json_values = st.recursive(
 texts = st.text() | json_values.map(json.dumps)
 
 
+@pytest.mark.fuzz
 @settings(derandomize=True, deadline=None, database=None)
 @given(fields=st.dictionaries(st.text().filter(lambda key: key != "json_keys"), json_values | texts))
 def test_any_json_value_survives(fields: dict[str, Any]) -> None:
@@ -78,6 +79,7 @@ def test_any_json_value_survives(fields: dict[str, Any]) -> None:
     assert json.dumps(found, sort_keys=True) == json.dumps(fields, sort_keys=True)
 
 
+@pytest.mark.fuzz
 @settings(max_examples=20, derandomize=True, deadline=None, database=None)
 @given(text=st.text(st.characters(codec=None), max_size=8))
 def test_texts_that_are_no_utf8_are_written_too(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:

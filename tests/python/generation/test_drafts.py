@@ -128,6 +128,7 @@ OF_FILES = (near_model, eagle3, mtp, chained_mtp, dflash, dspark)
 KINDS = (ngram, *OF_FILES, nonsense, half_right, chain, function)
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_tokens_are_those_without_a_drafter(kind: Any, sampling: str, known: KnownTexts) -> None:
@@ -161,6 +162,7 @@ def test_tokens_are_those_without_a_drafter(kind: Any, sampling: str, known: Kno
         assert sum(stats.accepted_at) == stats.accepted
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", OF_FILES, ids=lambda kind: kind.__name__)
 def test_a_draft_context_of_another_size_changes_nothing(kind: Any, known: KnownTexts) -> None:
     """One draft context has more sequences than the target; one is so small that it fills up early."""
@@ -238,6 +240,7 @@ def test_a_drafter_is_told_of_all_that_happens(known: KnownTexts) -> None:
         assert is_empty(context)
 
 
+@pytest.mark.fuzz
 @settings(derandomize=True, deadline=None, max_examples=40, database=None)
 @given(data=st.data())
 def test_any_arrangement_is_a_loop_by_hand(data: st.DataObject, known: KnownTexts) -> None:

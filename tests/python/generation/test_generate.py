@@ -83,6 +83,7 @@ def test_one_prompt_is_what_a_loop_by_hand_gives(
     assert stats.sampling_seconds > 0
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kv_unified", [True, False])
 @pytest.mark.parametrize("n_seq_max", [1, 2, 3, 7])
 @pytest.mark.parametrize("sampling", SAMPLING)

@@ -122,6 +122,7 @@ def run(target: Target, context: lt.Context, drafter: Any, sampling: str, **opti
     )
 
 
+@pytest.mark.sampled(22)
 @pytest.mark.parametrize(("sampling", "n_seq_max"), [("greedy", 1), ("drawn", 3)])
 def test_tokens_are_those_without_a_drafter(sampling: str, n_seq_max: int, target: Target) -> None:
     """Drafts of any length that are always, often or seldom wrong, for several sequences."""
@@ -146,6 +147,7 @@ def test_tokens_are_those_without_a_drafter(sampling: str, n_seq_max: int, targe
     assert accepted["half"] > 5
 
 
+@pytest.mark.sampled(6)
 def test_what_comes_after_a_rejection_is_what_a_fresh_prefill_gives(target: Target) -> None:
     """All logits of all tokens. https://github.com/ggml-org/llama.cpp/pull/20080"""
     with target.context(2) as context:
@@ -166,6 +168,7 @@ def test_what_comes_after_a_rejection_is_what_a_fresh_prefill_gives(target: Targ
                 assert relative(values, expected) < BOUND
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("n_seq_max", [1, 3])
 def test_a_text_may_end_inside_of_a_draft(n_seq_max: int, target: Target) -> None:
     """The others go on, and waiting prompts take its place."""
@@ -184,6 +187,7 @@ def test_a_text_may_end_inside_of_a_draft(n_seq_max: int, target: Target) -> Non
             assert [one.finish_reason for one in found] == ["stop"] * len(expected)
 
 
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("wrong", [0.05, 0.5, 1.0])
 def test_states_of_tokens_are_those_of_the_whole_text(wrong: float, target: Target) -> None:
     """Rows recomputed after a rejection do not get into the states."""
@@ -205,6 +209,7 @@ def test_states_of_tokens_are_those_of_the_whole_text(wrong: float, target: Targ
             assert relative(end.states.array, expected[-1:]) < BOUND
 
 
+@pytest.mark.sampled(4)
 def test_a_full_context_ends_a_text(target: Target) -> None:
     """The last drafts leave room for the target's own token, and what is taken back is computed again."""
     prompt = (target.prompts[1] * 12)[:240]
@@ -219,6 +224,7 @@ def test_a_full_context_ends_a_text(target: Target) -> None:
         assert found.finish_reason == "context"
 
 
+@pytest.mark.sampled(4)
 def test_a_text_that_is_cancelled_or_left_frees_the_memory(target: Target) -> None:
     with target.context(2) as context:
         for how in ("cancel", "close"):
@@ -299,6 +305,7 @@ def test_a_batch_of_two_ubatches_loses_nothing_of_a_window(
                 assert relative(logits, context.logits()) < BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("small", ["n_ubatch", "n_batch", "n_outputs_max"])
 def test_drafts_over_windows_fit_what_is_computed_at_once(
     small: str, files: Callable[[str], Path], rng: np.random.Generator

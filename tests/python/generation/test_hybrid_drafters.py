@@ -108,6 +108,7 @@ def model(target: Target, context: lt.Context, **options: Any) -> lt.Drafter:
 KINDS: list[Callable[..., lt.Drafter]] = [eagle3, model]
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize(("sampling", "n_seq_max"), [("greedy", 1), ("drawn", 3)])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_tokens_are_those_without_a_drafter(
@@ -136,6 +137,7 @@ class Telling(Guessing):
         return found
 
 
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("kind", [*KINDS, None], ids=["eagle3", "model", "own"])
 def test_the_most_likely_tokens_with_rejection(kind: Any, target: Target) -> None:
     """Greedy, and drawn from the one most likely token."""

@@ -94,6 +94,7 @@ def test_with_its_last_result_it_is_over(stream: bool, checked: CheckedContext) 
     assert list(events) == []
 
 
+@pytest.mark.slow
 def test_a_context_that_another_thread_uses_at_the_end_is_not_busy_for_ever(tiny_path: Path) -> None:
     """The memory cannot be freed then, which is said; the generation is over all the same."""
     with lt.Model(tiny_path) as model, model.context(n_ctx=8192, n_seq_max=2, **EXACT) as context:

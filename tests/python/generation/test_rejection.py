@@ -122,6 +122,7 @@ def test_the_statistic_tells_the_target_from_the_drafter() -> None:
     assert p_value(counted(drawn(slightly, rng, 4000)), target_distribution()) < 1e-4
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("kind", "rejection"),
     [*((kind, True) for kind in KINDS), (own, False), (model, False)],

@@ -139,6 +139,7 @@ def check(found: lt.Generation, expected: Simulation) -> None:
         assert stats.acceptance == expected.n_accepted / expected.n_drafted
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("n_max", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)

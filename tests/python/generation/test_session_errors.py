@@ -204,6 +204,7 @@ def test_wrong_drafts_drop_and_do_not_end(checked: CheckedContext) -> None:
         assert (found.right, found.dropped) == ({0: checked.expected[:1]}, [(1,)])
 
 
+@pytest.mark.slow
 def test_a_memory_that_could_not_be_freed_is_freed_later(tiny_path: Path) -> None:
     """Another thread was in the engine, as a call that came in before the session."""
     with lt.Model(tiny_path) as model, model.context(n_ctx=8192, n_seq_max=3, **EXACT) as context:

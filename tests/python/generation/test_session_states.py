@@ -107,6 +107,7 @@ def test_a_drafter_has_its_states_of_every_pass(
     assert relative(states.array, extracted(workload, text, [4, 0])[-2:]) < 1e-5
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("kind", ["none", "ngram", "model", "eagle3"])
 @pytest.mark.parametrize("n_batch", [16, 64, 2048])
 @pytest.mark.parametrize("layers", [(-1,), ("norm", 0), (2, 2, -2), EVERY], ids=str)
@@ -150,6 +151,7 @@ def test_states_of_prompts_cost_no_pass(
             assert [n for _, _, n in passes] == [*(sizes if asked else [0] * len(sizes)), 0, 0, 0]
 
 
+@pytest.mark.slow
 def test_states_of_prompts_are_in_memory_once(workload: Workload) -> None:
     """Pieces are copied to their place; of a pass for themselves they stay where they were captured."""
     prompt = np.random.default_rng(3).integers(3, 259, 2000).tolist()

@@ -78,6 +78,7 @@ KINDS = ("none", "guessing", "ngram", "eagle3", "mtp")
 LAYERS: tuple[tuple[lt.LayerId, ...], ...] = ((-1,), (0, "norm", -1), (3, 1), (2, 2, -2, "norm"), EVERY)
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("layers", LAYERS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_are_those_of_the_whole_text(
@@ -132,6 +133,7 @@ def test_states_are_those_of_the_whole_text(
         assert end.final.states is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("states", ["full", "last"])
 @pytest.mark.parametrize("wrong", [0.0, 0.5])
 def test_a_stop_inside_of_a_draft(states: Literal["full", "last"], wrong: float, known: KnownTexts) -> None:

@@ -102,6 +102,7 @@ def test_the_end_of_generation_can_be_ignored(length: int, models: dict[str, lt.
     assert found.text == "yz\n ab"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [0, 1, 3, 5])
 def test_stop_tokens(length: int, models: dict[str, lt.Model]) -> None:
     """At any place of a draft, and right behind it; they are tokens of the text, but not of what it reads."""
@@ -256,6 +257,7 @@ def test_a_prompt_longer_than_the_context_raises_before_anything(models: dict[st
             assert [generation.finish_reason for generation in found] == ["context", "length"]
 
 
+@pytest.mark.fuzz
 @settings(derandomize=True, deadline=None, max_examples=300, database=None)
 @given(
     pieces=st.lists(st.binary(max_size=3) | st.sampled_from([b"a", b"b", b"ab", b"\xc3", b"\xa9"])),

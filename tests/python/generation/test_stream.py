@@ -155,6 +155,7 @@ def test_characters_are_given_out_whole(length: int, tmp_path: Path) -> None:
         assert run(len(data), stop="\N{REPLACEMENT CHARACTER}")[-1].text == z
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("how", ["close", "throw", "drop", "break"])
 @pytest.mark.parametrize("drafted", [False, True])
 def test_a_stream_that_is_left_frees_the_memory(

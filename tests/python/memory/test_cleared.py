@@ -94,6 +94,7 @@ SPOILT = [
 ]
 
 
+@pytest.mark.sampled(4)
 @computes_with_nan
 @pytest.mark.parametrize("spoil", SPOILT, ids=lambda spoil: spoil.__name__)
 @pytest.mark.parametrize("options", list(OPTIONS))

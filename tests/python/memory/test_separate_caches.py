@@ -12,6 +12,7 @@ from support.tiny import TinyGemma3, TinyLlama, TinyQwen35
 import llamatap as lt
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("in_turns", [False, True], ids=["one after the other", "in turns"])
 @pytest.mark.parametrize("lengths", [(21, 9), (3, 40), (17, 17, 1, 30)], ids=str)
 @pytest.mark.parametrize(
@@ -40,6 +41,7 @@ def test_rows_are_those_of_each_sequence_alone(
         check_streams(model, texts, way, in_turns=in_turns, bound=bound, **EXACT)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", EACH)
 def test_sixteen_sequences_are_drafted_for_as_one(
     kind: str, tmp_path: Path, rng: np.random.Generator

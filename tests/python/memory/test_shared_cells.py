@@ -263,6 +263,7 @@ class Walk:
         return "\n".join(self.done[-30:])
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_memory_is_what_a_plain_cache_is(

@@ -31,6 +31,7 @@ def test_no_architecture_is_left_out() -> None:
     assert known == written
 
 
+@pytest.mark.sampled(35)
 @pytest.mark.parametrize("name", OF_THE_ENGINE)
 def test_every_layer_every_way(name: str, arch_models: Path, tmp_path: Path) -> None:
     assert (
@@ -38,6 +39,7 @@ def test_every_layer_every_way(name: str, arch_models: Path, tmp_path: Path) -> 
     )
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_files_of_our_own(name: str, tmp_path: Path) -> None:
     path = FILES[name]().write(tmp_path / f"{name}.gguf")

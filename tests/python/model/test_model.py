@@ -86,6 +86,7 @@ def test_bytes_that_are_no_text_never_abort(
             )
 
 
+@pytest.mark.slow
 def test_a_text_that_tokenizers_disagree_on() -> None:
     """Case 50: llama.cpp#23252. It is disputed which ids are right: another tokenizer of Gemma 4 has 236743,
     160319, 236859 (" ", "Caf", "\u00e9") in the place of 62367 (" Caf\u00e9"). Ours are the engine's."""

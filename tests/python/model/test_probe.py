@@ -195,6 +195,7 @@ def test_what_is_used_element_by_element_is_of_float32(tmp_path: Path, file: str
         lt.Model(tiny.write(tmp_path / "f16.gguf"))
 
 
+@pytest.mark.fuzz
 @computes_with_nan
 def test_spoilt_files_never_end_the_process(tmp_path: Path, arch_models: Path) -> None:
     """Over two thousand spoilt files, each in a child process: a result or an error, never a signal."""

@@ -49,6 +49,7 @@ def check(source: Path, path: Path) -> None:
         assert np.median(rows, axis=0).max() < BOUND
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("name", [name for name in OF_THE_ENGINE if "arch" in SNAPSHOT[name]])
 def test_quantised_weights(name: str, arch_models: Path, tmp_path: Path) -> None:
     check(arch_models / f"{name}.gguf", tmp_path / "quantised.gguf")

@@ -44,6 +44,7 @@ def outcome(name: str, tmp_path: Path) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

@@ -76,6 +76,7 @@ def test_the_text_of_z_image_is_that_of_qwen3s_own_template(tiny_model: lt.Model
     assert load_preset("z-image").render(tiny_model, prompt) == expected
 
 
+@pytest.mark.slow
 def test_z_image_is_what_its_pipeline_makes_of_a_prompt(tmp_path: Path) -> None:
     """The rows of tests/golden/make_z_image.py."""
     models = vendored("ggml-vocab-qwen2.gguf").parent
@@ -102,6 +103,7 @@ def test_its_turns_are_special_tokens(qwen2_vocabulary: lt.Model) -> None:
     assert tokens == [start, *user, newline, *inside, end, newline, start, *assistant, newline]
 
 
+@pytest.mark.slow
 def test_z_image_takes_what_enters_the_last_block_of_at_most_512_tokens(tmp_path: Path) -> None:
     # Qwen3-4B's shape where the preset checks it, otherwise as small as possible.
     tiny = TinyQwen3(n_layer=36, n_embd=2560, n_head=1, n_head_kv=1, n_ff=8)
@@ -355,6 +357,7 @@ def test_a_template_is_in_the_sandbox(tiny_model: lt.Model) -> None:
         preset.render(tiny_model, "a")
 
 
+@pytest.mark.fuzz
 @given(prompt=st.text(st.characters(codec="utf-8")))
 @settings(derandomize=True, deadline=None, database=None)
 def test_any_prompt_goes_in_as_it_is(tiny_model: lt.Model, prompt: str) -> None:
@@ -384,6 +387,7 @@ names = st.sampled_from(
 )
 
 
+@pytest.mark.fuzz
 @given(entries=st.dictionaries(names, values), junk=st.sampled_from(["", *string.punctuation]))
 @settings(derandomize=True, deadline=None, database=None, max_examples=300)
 def test_odd_files_load_or_raise(

@@ -93,6 +93,7 @@ EXTRAS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "package", "extra"), EXTRAS)
 def test_what_is_missing_names_its_extra(code: str, package: str, extra: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

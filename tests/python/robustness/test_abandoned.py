@@ -152,6 +152,7 @@ def test_a_lost_generator(stream: bool, context: lt.Context) -> None:
     assert_free(context, noting)
 
 
+@pytest.mark.slow
 def test_the_context_that_a_lost_generator_made(tiny_model: lt.Model) -> None:
     def contexts() -> weakref.WeakSet[lt.Context]:
         return weakref.WeakSet(one for one in gc.get_objects() if isinstance(one, lt.Context))
@@ -201,6 +202,7 @@ def test_a_lost_tap(context: lt.Context) -> None:
     assert engine_of(context).capture is None
 
 
+@pytest.mark.slow
 def test_the_exit_of_the_interpreter_is_quiet(tiny_path: Path, tmp_path: Path) -> None:
     """The objects are still alive at exit, held by a module's name and by one that outlives the package."""
     keeper = tmp_path / "keeper.py"

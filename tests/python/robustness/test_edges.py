@@ -386,6 +386,7 @@ def test_a_model_without_weights(tiny_path: Path) -> None:
                 call()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     bool(_core.build_info()["sanitize"]), reason="AddressSanitizer ends the process where memory runs out"
 )

@@ -74,6 +74,7 @@ context = model.context(n_ctx=4096, n_threads=1)
 """
 
 
+@pytest.mark.slow
 def test_a_signal_handler_that_closes_what_is_extracting(tiny_path: Path) -> None:
     """The handler gets BusyError, which ends the extraction as any error of a handler does."""
     run(
@@ -98,6 +99,7 @@ check(model)
     )
 
 
+@pytest.mark.slow
 def test_a_log_handler_that_closes_raises_or_works_inside(tiny_path: Path) -> None:
     run(
         tiny_path,
@@ -182,6 +184,7 @@ def test_progress_that_loads_another_model(tiny_path: Path) -> None:
     assert len(depth) == 4
 
 
+@pytest.mark.slow
 def test_a_child_forked_while_a_thread_extracts(tiny_path: Path) -> None:
     """The child is told, may close what it inherits, and may load the file itself; the parent goes on."""
     run(
@@ -239,6 +242,7 @@ check(model)
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     bool(_core.build_info()["sanitize"]), reason="a fork may find AddressSanitizer's allocator locked"
 )
@@ -266,6 +270,7 @@ check(model)
     )
 
 
+@pytest.mark.slow
 def test_a_multiprocessing_child_loads_its_own(tiny_path: Path) -> None:
     run(
         tiny_path,
@@ -283,6 +288,7 @@ check(model)
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "work",
     [
@@ -313,6 +319,7 @@ time.sleep(0.3)
     )
 
 
+@pytest.mark.slow
 def test_objects_deleted_in_any_order_while_a_thread_computes(tiny_path: Path) -> None:
     run(
         tiny_path,

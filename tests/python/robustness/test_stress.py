@@ -103,6 +103,7 @@ measures_memory = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @measures_memory
 def test_ten_thousand_decodes_take_no_memory(tiny_path: Path) -> None:
     """Leaking a row of states each time would come to 10 MB, a hundred bytes to 1 MB."""
@@ -126,6 +127,7 @@ with lt.Model(sys.argv[1]) as model, model.context(n_ctx=256, n_threads=1) as co
     assert growth(code, tiny_path) < 2**20
 
 
+@pytest.mark.slow
 @measures_memory
 def test_a_thousand_loads_take_no_memory(tiny_path: Path) -> None:
     """A model is 0.7 MB and its context more; of 4 kB each time, a leak would be seen."""

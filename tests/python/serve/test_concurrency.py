@@ -432,6 +432,7 @@ def test_a_drafter_that_fails_is_not_the_requests_fault(
         assert long_text(client, max_tokens=5).usage.completion_tokens == 5
 
 
+@pytest.mark.slow
 def test_the_event_loop_is_free_while_much_is_computed(tiny_chat_path: Path) -> None:
     with (
         running([tiny_options(tiny_chat_path, n_ctx=4096, parallel=2)]) as server,

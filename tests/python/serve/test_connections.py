@@ -190,6 +190,7 @@ def test_a_connection_that_cannot_be_checked_is_closed(
     assert sum("no_such_thing" in line for line in caplog.messages) == 1
 
 
+@pytest.mark.slow
 def test_who_reads_slowly_gets_it_all(tiny_path: Path) -> None:
     options = limits(send_timeout=SHORT)
     with running([tiny_options(tiny_path)], None, options) as server, reader(server, 10_000) as client:
@@ -387,6 +388,7 @@ def half_open(url: str, count: int) -> Iterator[list[socket.socket]]:
         yield clients
 
 
+@pytest.mark.slow
 def test_few_open_files(tiny_path: Path, tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
@@ -406,6 +408,7 @@ def test_few_open_files(tiny_path: Path, tmp_path: Path) -> None:
     assert len(server.said) < 2000
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of another process")
 def test_no_files_left(tiny_path: Path) -> None:
     """The server goes on however few files it may open."""

@@ -40,6 +40,7 @@ def address(tiny_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
         yield found
 
 
+@pytest.mark.slow
 def test_many_clients_get_what_is_theirs(
     address: tuple[subprocess.Popen[str], str], tiny_model: lt.Model, rng: np.random.Generator
 ) -> None:
@@ -95,6 +96,7 @@ httpx.post(sys.argv[1] + "/v1/" + sys.argv[2], json=eval(sys.argv[3]), timeout=6
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -131,6 +133,7 @@ def test_a_client_that_is_killed_frees_its_place(
     assert httpx.post(f"{url}/v1/hidden_states", json={"model": "tiny", "input": "a"}).status_code == 200
 
 
+@pytest.mark.slow
 def test_sigterm_answers_what_was_accepted(tiny_path: Path) -> None:
     # Under the sanitizers the load is one of minutes.
     flags = (*FLAGS, "--drain", "300")
@@ -158,6 +161,7 @@ def test_sigterm_answers_what_was_accepted(tiny_path: Path) -> None:
             httpx.get(f"{url}/health")
 
 
+@pytest.mark.slow
 def test_two_signals_end_it_at_once(tiny_path: Path) -> None:
     with served("--model", f"tiny={tiny_path}", *FLAGS) as (process, url), ThreadPoolExecutor(4) as pool:
         text = {"model": "tiny", "prompt": [[5, 6]] * 64, "max_tokens": 2000, "ignore_eos": True}
@@ -185,6 +189,7 @@ def refused(*arguments: str | int | Path) -> str:
     return found.stderr
 
 
+@pytest.mark.slow
 def test_addresses_that_others_reach_need_a_key(tiny_path: Path) -> None:
     message = refused("--model", tiny_path, "--host", "0.0.0.0")
     assert "--api-key" in message
@@ -195,6 +200,7 @@ def test_addresses_that_others_reach_need_a_key(tiny_path: Path) -> None:
         assert httpx.get(url.replace("0.0.0.0", "127.0.0.1") + "/v1/models").status_code == 200
 
 
+@pytest.mark.slow
 def test_what_cannot_be_served_is_said_in_a_line(tiny_path: Path, tmp_path: Path) -> None:
     assert "no such file" in refused("--model", tmp_path / "none.gguf")
     assert "twice" in refused("--model", f"a={tiny_path}", "--model", f"a={tiny_path}")
@@ -211,6 +217,7 @@ def test_what_cannot_be_served_is_said_in_a_line(tiny_path: Path, tmp_path: Path
     assert "file" in refused("--model", tiny_path, "--hidden-states-path", tmp_path / "file")
 
 
+@pytest.mark.slow
 def test_the_start_says_what_is_served_and_nothing_else(tiny_path: Path, tmp_path: Path) -> None:
     preset = tmp_path / "own.toml"
     preset.write_text('name = "own"\n[states]\nconvention = "llamatap"\nlayers = [1]\n')

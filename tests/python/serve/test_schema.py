@@ -34,6 +34,7 @@ OPERATIONS = [
 ]
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
 def test_no_request_makes_the_server_fail(server: Running, method: str, path: str) -> None:
     operation = schemathesis.openapi.from_url(f"{server.url}/openapi.json")[path][method]

@@ -237,6 +237,7 @@ def test_refusals(server: Running, chat: bool) -> None:
     assert found.status_code == 400
 
 
+@pytest.mark.slow
 def test_a_prompt_that_fills_the_context(client: Client, tiny_model: lt.Model, server: Running) -> None:
     most = server.worker.text_limit
     (choice,) = create(client, [5] * most, max_tokens=0, echo=True, logprobs=0).choices

@@ -187,6 +187,7 @@ def load(server: ServerProcess, pool: ThreadPoolExecutor) -> list[Any]:
     return asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("signals", "drain"),
     [((signal.SIGTERM,), 1), ((signal.SIGTERM,) * 2, 300), ((signal.SIGINT,) * 2, 300)],
@@ -219,6 +220,7 @@ def test_signals(tiny_chat_path: Path, signals: tuple[int, ...], drain: int) -> 
     assert said[said.index(told[0]) + 1 :] == ["WARNING:  2 requests were not finished: they end with 503"]
 
 
+@pytest.mark.slow
 def test_a_signal_with_nothing_in_flight_is_a_line(tiny_chat_path: Path) -> None:
     with server_process("--model", f"tiny={tiny_chat_path}", *FLAGS, "--drain", "300") as server:
         assert httpx.get(f"{server.url}/health").status_code == 200
