@@ -1,6 +1,6 @@
-"""Tokens per second of all hidden states, beside transformers: by file type, on the CPU.
+"""Tokens per second for all hidden states, relative to transformers, by file type, on the CPU.
 
-    make bench-transformers
+    nox -s bench-transformers
     python bench/against_transformers.py --peer PYTHON [--model smollm2|gemma3] [--rounds N] [--tokens N]
 
 Both compute H_0..H_n and no output head, with the same number of threads. transformers has the weights of
@@ -28,7 +28,7 @@ import numpy as np
 import llamatap as lt
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "python")]
+sys.path.insert(0, str(ROOT / "tests"))
 
 from common import machine, timed, write_results  # noqa: E402
 

@@ -1,9 +1,9 @@
-"""What capture costs, and what early exit saves.
+"""Cost of capture, and time saved by early exit.
 
     python bench/capture.py [MODEL] [--rounds N] [--tokens N] [--short N] [--threads N] [--gpu-layers N]
 
-Each round runs every variant once, in an order of its own (a variant is slower after some than after others),
-so that slow phases of the machine fall on all of them; the figures are medians of the rounds' ratios to plain
+Each round runs every variant once, in a random order (a variant is slower after some than after others),
+so that slow phases of the machine affect all of them; the figures are medians of the rounds' ratios to plain
 decoding in the same round. Writes JSON to bench/results/.
 """
 
@@ -27,7 +27,7 @@ SHORT = "extract [-2] of short prompts, a token"
 def variants(
     model: lt.Model, tokens: list[int], short: list[list[int]], threads: int | None
 ) -> tuple[dict[str, tuple[str, Callable[[], object]]], Callable[[], None]]:
-    """Name -> (what it is compared with, the work); and what is to be done before each work, untimed."""
+    """Name -> (its baseline, the work); and the untimed preparation of each work."""
     n = model.n_layer
     four = [2, n // 2, n - 3, n]
     every = list(range(n + 1))

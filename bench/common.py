@@ -1,4 +1,4 @@
-"""What the programs of this folder share."""
+"""Shared helpers of the benchmarks."""
 
 from __future__ import annotations
 

@@ -32,14 +32,14 @@ PROMPTS = ["The capital of France is", "A recipe for bread:", "Once upon a time"
 
 @contextlib.contextmanager
 def busy(n_loops: int, cgroup: Path | None) -> Iterator[None]:
-    """`n_loops` processes that never sleep."""
+    """Run `n_loops` processes that never sleep."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(n_loops)]
     try:
         if cgroup:
             cgroup.mkdir(exist_ok=True)
             for loop in loops:
                 (cgroup / "cgroup.procs").write_text(str(loop.pid))
-        # Until they run, and the kernel has placed them.
+        # Wait until they run and the kernel has placed them.
         time.sleep(0.5 if loops else 0)
         yield
     finally:

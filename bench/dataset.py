@@ -1,4 +1,4 @@
-"""A data set written to disk, end to end, beside the extraction of the same prompts into memory.
+"""Time of writing a data set to disk, end to end, relative to extracting the same prompts into memory.
 
     python bench/dataset.py [MODEL] [--rounds N] [--samples N] [--layout NAME] [--gpu-layers N]
 
@@ -24,7 +24,7 @@ import llamatap as lt
 from llamatap import dataset
 from llamatap.fetch import fetch
 
-#: The files of states, of all layouts.
+#: The files of states in all layouts.
 STATES = ("hs_*.safetensors", "data_*.ckpt", "layer_*.npy")
 WORDS = "the of and to in is that it was for on are with as his they be at one have this from or had by"
 

@@ -1,10 +1,10 @@
-"""What importing takes, and what extracting a long prompt takes in memory.
+"""Import time, and memory for extracting a long prompt.
 
     python bench/footprint.py [MODEL] [--tokens N] [--rounds N]
 
-Each figure is of a process of its own: the time that `import numpy` and `import llamatap` take, in turn, five
-times a round, and the largest resident memory of a plain decode and of an extraction of one layer. Medians;
-writes JSON to bench/results/.
+Each figure comes from a separate process: the time that `import numpy` and `import llamatap` take, in turn,
+five times a round, and the largest resident memory of a plain decode and of an extraction of one layer.
+Medians; writes JSON to bench/results/.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import llamatap as lt
 with lt.Model(sys.argv[1]) as model:
     tokens = np.random.default_rng(0).integers(100, model.n_vocab, int(sys.argv[2]))
     {0}
-# What getrusage tells of a child is at least what its parent had.
+# getrusage reports for a child at least its parent's peak.
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM:")))
 """
 PLAIN = "model.context(n_ctx=len(tokens)).decode(lt.Batch.of(tokens.tolist()))"
@@ -57,7 +57,7 @@ def main() -> None:
         "extract": (PEAK.format(EXTRACT), model, str(arguments.tokens)),
     }
     found: dict[str, list[float]] = {name: [] for name in imports | peaks}
-    # Imports among themselves: a long computation before them leaves the caches cold for the first.
+    # Imports first and in turn: after a long computation the first import would find cold caches.
     for work, rounds in ((imports, 5 * arguments.rounds), (peaks, arguments.rounds)):
         for _ in range(rounds):
             for name, command in work.items():

@@ -1,10 +1,10 @@
-"""What the state of a text's last token costs, by the ways to have it.
+"""Cost of the state of a text's last token, by five ways to get it.
 
     python bench/last_state.py [MODEL] [--rounds N] [--tokens N] [--threads N]
 
-Each round generates the same text once in every way, in an order of its own; figures are medians of the ratio
-to generation without states in the same round. Writes JSON to bench/results/. docs/last-token.md tells the
-ways.
+Each round generates the same text once in every way, in a random order; figures are medians of the ratio
+to generation without states in the same round. Writes JSON to bench/results/. docs/generation.md
+describes the ways.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LAYER = -2
 
 
 class Ways:
-    """The ways, on one context."""
+    """The ways to get the state, on one context."""
 
     def __init__(self, model: lt.Model, n_tokens: int, threads: int | None) -> None:
         self.n_tokens = n_tokens
@@ -66,8 +66,8 @@ class Ways:
         self.loop(lambda i: True, keep=True)
 
     def hybrid(self) -> None:
-        """By the number of tokens, and speculatively where the end-of-generation token is among the ten most
-        likely ones."""
+        """Capture by the number of tokens, and where the end-of-generation token is among the ten most
+        likely tokens."""
         end = self.context.model.eos_token
         assert end is not None
 

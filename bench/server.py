@@ -1,11 +1,11 @@
-"""The server beside extraction in a process: requests per second and bytes, by encoding and clients at once.
+"""Server against extraction in a process: requests per second and bytes, by encoding and number of clients.
 
     python bench/server.py [MODEL] [--rounds N] [--prompts N] [--tokens N]
 
 Each round extracts the same prompts in this process, as one list, and then asks a server (another process, on
 the same processors) for each of them, with 1, 8 and 32 clients and each encoding. A figure is the median of
 the rounds' ratios to the rate in the process (1: as fast). The clients share the processors with the server.
-What an encoding itself takes, of states of 512 tokens, is told as a ratio to base64's.
+The time of each encoding alone, for states of 512 tokens, is given relative to base64's.
 Writes bench/results/server.json.
 """
 
@@ -53,7 +53,7 @@ def served(model: Path, gpu_layers: int) -> Iterator[str]:
 
 
 def ask(url: str, prompts: list[list[int]], encoding: str, clients: int) -> int:
-    """Ask for all of them; bytes of the answers."""
+    """Request all of them; return the number of bytes received."""
     with httpx.Client(base_url=url, timeout=600, limits=httpx.Limits(max_connections=clients)) as http:
 
         def one(tokens: list[int]) -> int:
@@ -67,7 +67,7 @@ def ask(url: str, prompts: list[list[int]], encoding: str, clients: int) -> int:
 
 
 def encode(array: NDArray[np.float32], encoding: str) -> bytes:
-    """A body, or most of one."""
+    """One body, or the largest part of it."""
     if encoding == "safetensors":
         return as_safetensors({"hidden_states": array}, {})
     return b"".join((as_base64 if encoding == "base64" else as_lists)(array))

@@ -1,7 +1,7 @@
-"""What drafting costs and gives: our loop, the engine's own program, sequences together, memory.
+"""Cost and benefit of drafting: our loop, the engine's own program, several sequences, memory.
 
     make bench-drafting
-    python bench/speculation.py [--rounds N] [--tokens N] [--threads N]    (once that has built what it needs)
+    python bench/speculation.py [--rounds N] [--tokens N] [--threads N]    (after make has built its parts)
 
 Figures are medians of ratios within a round, in which every variant runs once. Files are made here: SmolLM2
 as float16 with a 4-bit copy of itself as the draft model (most of a draft is accepted), with EAGLE-3 weights
@@ -29,15 +29,15 @@ import llamatap as lt
 from llamatap._native import native_of
 from llamatap.fetch import fetch
 
-TESTS = Path(__file__).parents[1] / "tests" / "python"
+TESTS = Path(__file__).parents[1] / "tests"
 BUILD = Path(__file__).parents[1] / "build"
 QUANTIZE = BUILD / "fidelity" / "quantize"
 #: The engine's own program, linked with the engine of the package (bench/peer).
 PEER = BUILD / "peer" / "llama-speculative-simple"
-#: The engine's numbers for the types that files are made of.
+#: The engine's numbers for file types.
 F16, Q4_0 = 1, 2
 N_MAX = 3
-#: How the threads of the engine's program wait: as it does unasked, spinning; and asleep, as ours do.
+#: How the threads of the engine's program wait: spinning (its default), or asleep, as ours do.
 WAITS: dict[str, tuple[object, ...]] = {
     "as it comes": (),
     "--poll 0": ("--poll", 0, "--poll-draft", 0),
@@ -55,8 +55,8 @@ def quantized(source: Path, target: Path, file_type: int) -> Path:
 
 
 def random_eagle3(path: Path, target: lt.Model, *, heads: int, heads_kv: int, n_ff: int) -> Path:
-    """A drafter of the size that is trained for such a model, with weights drawn at random; it inherits the
-    embedding and the head."""
+    """Write a drafter of the usual size for such a model, with random weights; it inherits the embedding
+    and the head."""
     rng = np.random.default_rng(0)
     n = target.n_embd
     kv = n // heads * heads_kv
@@ -114,7 +114,7 @@ class Pair:
         self.last: lt.Generation | None = None
 
     def first_text(self) -> str:
-        """What the target says first, of tokens that come again when the text after it is tokenized."""
+        """The target's first tokens, chosen so that tokenizing their text gives them again."""
         first = next(lt.generate(self.context, PROMPT, max_tokens=1, ignore_eos=True))
         model = self.context.model
         again = model.tokenize(PROMPT + first.text)
@@ -141,10 +141,10 @@ class Pair:
 def peer_speed(
     arguments: argparse.Namespace, target: Path, draft: Path, kind: str, prompt_text: str, *options: object
 ) -> dict[str, float]:
-    """The engine's own program on the same files: tokens a second after the prompt, drafted, accepted.
+    """Run the engine's own program on the same files: tokens a second after the prompt, drafted, accepted.
 
     It drafts after the last token of its prompt, where ours drafts after the first token that it sampled: the
-    prompt that it gets ends with that token, and it is asked for a token less.
+    prompt that it gets ends with that token, and it generates one token less.
     """
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as prompt:
         prompt.write(prompt_text)
@@ -167,7 +167,7 @@ def peer_speed(
 
 
 def against_engine(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    from tiny import write_as_f32
+    from support.tiny import write_as_f32
 
     exact = write_as_f32(fetch("smollm2"), folder / "f32.gguf")
     target = quantized(exact, folder / "target-f16.gguf", F16)
@@ -212,9 +212,9 @@ def against_engine(arguments: argparse.Namespace, folder: Path) -> dict[str, Any
 
 
 def together(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Eight sequences in one context against one after the other, on a tiny model; and what the engine's
-    passes alone would give: eight passes of one sequence's four rows against one of all 32."""
-    from tiny import TinyLlama
+    """Speed-up of eight sequences in one context over one after the other, on a tiny model; and that of the
+    engine's passes alone: eight passes of four rows against one pass of all 32."""
+    from support.tiny import TinyLlama
 
     tiny = TinyLlama(n_layer=5)
     target = tiny.write(folder / "tiny.gguf", tokenizer=False)
@@ -263,7 +263,7 @@ def passes(model: lt.Model, arguments: argparse.Namespace) -> float:
 
 
 def memory(folder: Path) -> dict[str, Any]:
-    """What a draft context adds to a process, by number of sequences."""
+    """Memory that a draft context adds to a process, by number of sequences."""
     program = (
         "import sys, llamatap as lt; from pathlib import Path\n"
         "def rss():\n"
@@ -294,7 +294,7 @@ def main() -> None:
     for program in (QUANTIZE, PEER):
         if not program.exists():
             sys.exit(f"bench/speculation.py: there is no {program}; run `make bench-drafting`")
-    sys.path[:0] = [str(TESTS.parent), str(TESTS)]
+    sys.path.insert(0, str(TESTS))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         results = {

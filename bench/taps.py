@@ -1,4 +1,4 @@
-"""The two ways of a tap: the graph's callback and the engine's hooks.
+"""Speed of the two kinds of tap: the graph callback and the engine's hooks.
 
     python bench/taps.py MODEL [--rounds N] [--gpu-layers N]
 

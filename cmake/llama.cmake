@@ -62,7 +62,7 @@ foreach(feature AMX_TILE AMX_INT8 AMX_BF16)
   set(GGML_${feature} OFF CACHE BOOL "" FORCE)
 endforeach()
 # With CUDA graphs the engine computes some passes wrong where the number of tokens changes from pass to pass, as it
-# does when texts come and go: states and logits alike, without an error (tests/python/test_gpu_rounds.py).
+# does when texts come and go: states and logits alike, without an error (tests/python/gpu/test_rounds.py).
 set(GGML_CUDA_GRAPHS OFF CACHE BOOL "Replay recorded kernels; wrong now and then, see cmake/llama.cmake")
 set(GGML_HIP_GRAPHS OFF CACHE BOOL "Replay recorded kernels; wrong now and then, see cmake/llama.cmake")
 # A second OpenMP runtime beside PyTorch's starves both; contexts attach the engine's own thread pool.

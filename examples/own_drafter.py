@@ -1,4 +1,4 @@
-"""A drafter of one's own: it remembers, over all texts, which token last came after each pair of tokens.
+"""A drafter of your own: it remembers, across all texts, which token last followed each pair of tokens.
 
 python examples/own_drafter.py MODEL.gguf "Once upon a time" "Once upon a midnight"
 """
@@ -15,7 +15,7 @@ import llamatap as lt
 
 
 class PairDrafter(lt.TextDrafter):
-    """Guesses how a text goes on. A drafter that needs more than the text is an lt.Drafter."""
+    """Guesses the next tokens from the text alone. A drafter that needs more is an lt.Drafter."""
 
     n_max = 4
 
@@ -37,4 +37,4 @@ class PairDrafter(lt.TextDrafter):
 if __name__ == "__main__":
     with lt.Model(sys.argv[1]) as model:
         for found in lt.generate(model, sys.argv[2:], PairDrafter(), max_tokens=64):
-            print(found.text, f"\n[{found.stats.tokens_per_round:.2f} tokens a round]")
+            print(found.text, f"\n[{found.stats.tokens_per_round:.2f} tokens per round]")

@@ -1,4 +1,4 @@
-"""A drafting loop written by hand: EAGLE-3 on the low-level calls. Its tokens are those of lt.generate.
+"""A drafting loop by hand: EAGLE-3 on the low-level calls. It gives the same tokens as lt.generate.
 
 python examples/own_loop.py TARGET.gguf EAGLE3.gguf "Once upon a time"
 """
@@ -13,7 +13,7 @@ import llamatap as lt
 def generate(
     context: lt.Context, spec: lt.SpeculativeContext, prompt: list[int], n_tokens: int, n_draft: int = 3
 ) -> list[int]:
-    """The most likely n_tokens after the prompt."""
+    """Continue the prompt with the n_tokens most likely tokens (greedy decoding)."""
     tokens = list(prompt)
     with context.tap(spec.target_layers) as tap:
         context.decode(lt.Batch.of(tokens))
@@ -55,5 +55,5 @@ if __name__ == "__main__":
     with lt.Model(sys.argv[1]) as model, model.context(n_ctx=2048) as own:
         beside = lt.SpeculativeContext(own, sys.argv[2])
         if beside.kind != "eagle3":
-            sys.exit(f"this loop is that of EAGLE-3; {sys.argv[2]} is of the kind {beside.kind}")
+            sys.exit(f"this loop drafts with EAGLE-3 files; {sys.argv[2]} is a file of kind {beside.kind}")
         print(model.detokenize(generate(own, beside, model.tokenize(sys.argv[3]).tolist(), 64)))

@@ -18,13 +18,13 @@ from llamatap.presets import load_preset
 
 
 def encode(path: str, prompt: str, preset: str = "z-image") -> NDArray[Any]:
-    """What the pipeline calls prompt_embeds of a prompt: bfloat16 (n_tokens, n_embd)."""
+    """The pipeline's prompt_embeds for a prompt: bfloat16 (n_tokens, n_embd)."""
     with lt.Model(path) as model:
         return load_preset(preset).encode(model, prompt, dtype="bfloat16").array[:, 0]
 
 
 def draw(prompt_embeds: NDArray[Any], pipeline: str) -> Any:
-    """The picture, by a pipeline whose text encoder is not even loaded."""
+    """Draw the picture; the pipeline does not load its own text encoder."""
     import torch
     from diffusers import ZImagePipeline
 
@@ -32,10 +32,10 @@ def draw(prompt_embeds: NDArray[Any], pipeline: str) -> Any:
         pipeline, text_encoder=None, tokenizer=None, torch_dtype=torch.bfloat16
     )
     pipe.to("cuda" if torch.cuda.is_available() else "cpu")
-    # NumPy's bfloat16 is not PyTorch's: the bits are handed over.
+    # NumPy's bfloat16 is not PyTorch's: pass the bits.
     tensor = torch.from_numpy(prompt_embeds.view("int16").copy()).view(torch.bfloat16).to(pipe.device)
-    # One tensor a picture. Turbo models are made for 8 passes (9 steps) without guidance; with guidance, give
-    # negative_prompt_embeds too: encode(path, "").
+    # One tensor a picture. Turbo models run 8 passes (9 steps) without guidance; for guidance, also give
+    # negative_prompt_embeds: encode(path, "").
     return pipe(prompt_embeds=[tensor], num_inference_steps=9, guidance_scale=0.0).images[0]
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests" / "python"), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT / "tests"))
 
-import architectures  # noqa: E402
-from tinies.files import FILES  # noqa: E402
+from support import architecture_checks  # noqa: E402
+from support.tiny_models.registry import FILES  # noqa: E402
 
 TABLE = ROOT / "docs" / "architectures.md"
 #: What entries of transformers' hidden_states are, by its version and class.
@@ -25,9 +25,9 @@ NUMBERS = ROOT / "tests" / "data" / "layer_numbers.json"
 
 HEAD = """# Architectures
 
-Made by `make architectures`, which runs the checks of tests/python/architectures.py on the tiny random models
-that the engine's own `test-llama-archs` writes, one or two for each architecture, and on files of our own for
-the others. `make test` runs them again and fails when anything in these tables is no longer so.
+Made by `make architectures`, which runs the checks of tests/support/architecture_checks.py on the tiny random
+models that the engine's own `test-llama-archs` writes, one or two for each architecture, and on files of our
+own for the others. `make test` runs them again and fails when anything in these tables is no longer so.
 
 `ok` says that all layers and norm(`H_n`) were the same in one piece and in chunks of 16 and of 1 token,
 alone and in a ragged batch, extracted and tapped, with unified and with separate memory; that other
@@ -45,10 +45,10 @@ are, seen with hooks on its blocks (tests/golden/make_layer_numbers.py); empty w
 OWN_HEAD = """
 ## Files of our own
 
-Of the architectures that the engine's program cannot write, tests/python/tinies writes files, and the same
-checks are run on them, each in a process of its own. Encoders (those without a head) are computed at once,
-and compared alone, batched, extracted and tapped; tests/python/test_encoders.py compares all layers of most
-with NumPy. What cannot give states must say so and never abort.
+Of the architectures that the engine's program cannot write, tests/support/tiny_models writes files, and the
+same checks are run on them, each in a process of its own. Encoders (those without a head) are computed at
+once, and compared alone, batched, extracted and tapped; tests/python/extraction/test_encoders.py compares all
+layers of most with NumPy. What cannot give states must say so and never abort.
 
 """
 
@@ -142,22 +142,22 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     if arguments.check:
-        if TABLE.read_text() != table(json.loads(architectures.SNAPSHOT.read_text())):
+        if TABLE.read_text() != table(json.loads(architecture_checks.SNAPSHOT_PATH.read_text())):
             sys.exit(f"{TABLE} is not of the snapshot: run make architectures")
         return
     snapshot = {}
-    with architectures.written_models() as folder:
+    with architecture_checks.written_models() as folder:
         for path in sorted(folder.glob("*.gguf")):
             if path.stem == "changed":
                 continue
-            snapshot[path.stem] = architectures.entry(path, folder / "changed.gguf")
+            snapshot[path.stem] = architecture_checks.entry(path, folder / "changed.gguf")
             print(path.stem, snapshot[path.stem].get("unsupported", "ok"), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for name in sorted(FILES):
             path = FILES[name]().write(Path(folder) / f"{name}.gguf")
-            snapshot[name] = architectures.entry_of_child(path, Path(folder) / "changed")
+            snapshot[name] = architecture_checks.entry_of_child(path, Path(folder) / "changed")
             print(name, next(iter(snapshot[name].values())), flush=True)
-    architectures.SNAPSHOT.write_text(json.dumps(snapshot, indent=1) + "\n")
+    architecture_checks.SNAPSHOT_PATH.write_text(json.dumps(snapshot, indent=1) + "\n")
     TABLE.parent.mkdir(exist_ok=True)
     TABLE.write_text(table(snapshot))
 

@@ -4,6 +4,9 @@
 
 Works on the checkout it lies in, which must be clean, with its own environment (.venv) and persistent build
 folder; puts every file back. A mutation that no longer applies, or that its test survives, is an error.
+
+mutmut is not used: it mutates Python alone, and runs the tests for thousands of mutants that mean little.
+These are chosen, many of them in C++, and each runs the one test that must fail.
 """
 
 from __future__ import annotations

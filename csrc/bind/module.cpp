@@ -12,9 +12,11 @@ PYBIND11_MODULE(_core, module) {
   register_backend(module);
   register_model(module);
   register_batch(module);
-  register_capture(module);
   register_context(module);
+  register_capture(module);
   register_sampler(module);
-  register_draft(module);
+  register_speculative(module);
+  register_drafter(module);
+  register_verify(module);
   register_logprobs(module);
 }

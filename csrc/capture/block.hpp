@@ -1,19 +1,10 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <new>
-#include <string>
 
 namespace llamatap {
-
-enum class DType { f32, f16, bf16 };
-
-inline size_t item_size(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
-
-/// Converts `count` float32 values to `dtype` (round to nearest, ties to even) and writes them.
-void write_values(const float* values, size_t count, DType dtype, std::byte* target);
 
 /// Memory of our own that states are captured into; every view on it shares it and the last one frees
 /// it. Aligned to 64 bytes, not initialised.

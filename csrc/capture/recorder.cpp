@@ -4,9 +4,7 @@
 #include <ggml.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
-#include <limits>
 
 #include "engine/error.hpp"
 
@@ -27,36 +25,6 @@ bool is_finite(const float* values, size_t count) {
 }
 
 }  // namespace
-
-Pool::Pool(Pooling kind, size_t width)
-    : kind_(kind), values_(width, kind == Pooling::max ? -std::numeric_limits<double>::infinity() : 0.0) {}
-
-void Pool::take(const float* values, size_t offset, size_t count) {
-  double* pooled = values_.data() + offset;
-  switch (kind_) {
-    case Pooling::mean:
-      for (size_t i = 0; i < count; ++i) pooled[i] += double{values[i]};
-      break;
-    case Pooling::max:
-      // A NaN comes and stays, as in NumPy.
-      for (size_t i = 0; i < count; ++i) {
-        if (values[i] > pooled[i] || std::isnan(values[i])) pooled[i] = double{values[i]};
-      }
-      break;
-    case Pooling::last:
-    case Pooling::none:
-      std::copy(values, values + count, pooled);
-      break;
-  }
-}
-
-void Pool::write(size_t rows, DType dtype, std::byte* target) const {
-  const double divisor = kind_ == Pooling::mean ? static_cast<double>(rows) : 1.0;
-  std::vector<float> row(values_.size());
-  std::transform(values_.begin(), values_.end(), row.begin(),
-                 [&](double value) { return static_cast<float>(value / divisor); });
-  write_values(row.data(), row.size(), dtype, target);
-}
 
 Recorder::Recorder(std::shared_ptr<const LayerMap> map, std::vector<int32_t> slots, DType dtype,
                    std::vector<RowTarget> targets, bool by_hooks)
@@ -100,7 +68,7 @@ void Recorder::begin(const Piece& piece) {
 
 void Recorder::begin_graph(const Graph& graph) {
   wanted_.clear();
-  const Streams streams(graph, map_->n_layer(), map_->n_embd(), &map_->sources());
+  const ResidualStreams streams(graph, map_->n_layer(), map_->n_embd(), &map_->sources());
   for (int32_t slot = 0; slot <= map_->norm_slot(); ++slot) {
     const ggml_tensor* stream = streams.by_slot()[slot];
     if (columns_[slot].empty() || stream == nullptr) continue;

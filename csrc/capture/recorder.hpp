@@ -5,28 +5,12 @@
 #include <utility>
 #include <vector>
 
-#include "capture/block.hpp"
+#include "capture/dtype.hpp"
 #include "capture/layer_map.hpp"
-#include "engine/context.hpp"
+#include "capture/pool.hpp"
+#include "engine/context/context.hpp"
 
 namespace llamatap {
-
-enum class Pooling { none, mean, last, max };
-
-/// Pools rows as they are captured: float64 sums for the mean, so that it does not depend on how
-/// a prompt was cut into batches more than the rows themselves do.
-class Pool {
- public:
-  Pool(Pooling kind, size_t width);
-
-  /// One row of one slot: `count` values at `offset` of the pooled row.
-  void take(const float* values, size_t offset, size_t count);
-  void write(size_t rows, DType dtype, std::byte* target) const;
-
- private:
-  Pooling kind_;
-  std::vector<double> values_;
-};
 
 /// Where the states of one entry of a batch go: a row of memory ([n_slots, n_embd]), a pool, or nowhere.
 struct RowTarget {

@@ -4,8 +4,9 @@
 #include <vector>
 
 #include "capture/block.hpp"
+#include "capture/dtype.hpp"
 #include "capture/layer_map.hpp"
-#include "engine/context.hpp"
+#include "engine/context/context.hpp"
 
 namespace llamatap {
 

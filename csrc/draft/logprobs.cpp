@@ -34,7 +34,7 @@ void add_logprobs(const float* logits, int32_t n_vocab, int32_t token, int32_t n
 Logprobs logprobs(const Context& context, int32_t first_row, const std::vector<int32_t>& tokens,
                   int32_t n_top) {
   if (first_row < 0) throw InvalidInput("first_row must be 0 or more, not " + std::to_string(first_row));
-  const Use use = context.hold();
+  const ContextLock lock = context.hold();
   Logprobs result;
   int32_t row = first_row;
   for (const int32_t token : tokens) {

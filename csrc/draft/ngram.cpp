@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "draft/sequence_entries.hpp"
 #include "engine/error.hpp"
 
 namespace llamatap {

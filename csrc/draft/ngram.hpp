@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "draft/drafter.hpp"
+#include "draft/progress.hpp"
 
 namespace llamatap {
 

@@ -5,9 +5,8 @@
 #include <utility>
 
 #include "draft/store_only.hpp"
-#include "engine/draft_blocks.hpp"
 #include "engine/error.hpp"
-#include "engine/internals.hpp"
+#include "engine/model/mtp_blocks.hpp"
 
 namespace llamatap {
 
@@ -37,10 +36,10 @@ bool metadata_flag(const Model& model, const std::string& key, bool otherwise) {
 
 DraftKind SpeculativeContext::kind_of(const Model& draft) {
   const std::string arch = draft.arch();
-  if (draft_blocks(arch).borrows_memory) return DraftKind::mtp;
+  if (mtp_blocks(arch).borrows_memory) return DraftKind::mtp;
   if (arch == "eagle3") return DraftKind::eagle3;
   if (arch == "dflash") return DraftKind::dflash;
-  const bool has_mtp = draft.options().load_mtp && internals::draft_traits(draft.handle()).n_mtp > 0;
+  const bool has_mtp = draft.options().load_mtp && draft.draft_traits().n_mtp > 0;
   return has_mtp ? DraftKind::mtp : DraftKind::model;
 }
 
@@ -85,7 +84,7 @@ SpeculativeContext::SpeculativeContext(std::shared_ptr<Context> target, std::sha
     throw Unsupported("several MTP blocks with sliding windows must keep sequences apart (kv_unified=False)");
   }
   if (shares_memory_) {
-    const Use use = target_->hold();
+    const ContextLock lock = target_->hold();
     // The engine empties the places that both share when it makes the second context.
     if (!target_->is_empty()) {
       throw InvalidInput(
@@ -156,8 +155,8 @@ void SpeculativeContext::check_layers(const std::vector<int32_t>& layers) const 
 
 /// Layers of the target, embedding and head of their own or the target's, and d2t.
 void SpeculativeContext::fit_features(const char* what) {
-  const auto traits = internals::draft_traits(draft_->handle());
-  const auto own = internals::draft_traits(target_->model()->handle());
+  const auto traits = draft_->draft_traits();
+  const auto own = target_->model()->draft_traits();
   const int32_t width = target_->model()->n_embd();
   check_layers(traits.target_layers);
   target_slots_ = traits.target_layers;
@@ -203,10 +202,10 @@ void SpeculativeContext::fit_features(const char* what) {
 }
 
 void SpeculativeContext::fit_mtp() {
-  const auto traits = internals::draft_traits(draft_->handle());
+  const auto traits = draft_->draft_traits();
   const std::string arch = draft_->arch();
-  const auto blocks = draft_blocks(arch);
-  if (blocks.borrows_memory && internals::draft_traits(target_->model()->handle()).n_embedding == 0) {
+  const auto blocks = mtp_blocks(arch);
+  if (blocks.borrows_memory && target_->model()->draft_traits().n_embedding == 0) {
     throw Unsupported("the draft uses the target's token embedding, which it does not have");
   }
   if (traits.n_mtp == 0) {
@@ -231,7 +230,7 @@ void SpeculativeContext::fit_mtp() {
 
 void SpeculativeContext::fit_shared_memory(ContextOptions& options) const {
   const auto& theirs = target_->options();
-  const auto mismatch = internals::shared_memory_mismatch(draft_->handle(), target_->model()->handle());
+  const auto mismatch = draft_->shared_memory_mismatch(*target_->model());
   if (!mismatch.empty()) {
     throw InvalidInput("the draft attends to the memory of another kind of target: " + mismatch);
   }
@@ -250,12 +249,12 @@ void SpeculativeContext::decode(const Batch& batch, const Poll& poll) {
     context_->decode(batch, nullptr, poll);
     return;
   }
-  const Use use = target_->hold();
+  const ContextLock lock = target_->hold();
   context_->decode(batch, nullptr, poll);
 }
 
 void SpeculativeContext::fit_dflash() {
-  const auto traits = internals::draft_traits(draft_->handle());
+  const auto traits = draft_->draft_traits();
   if (traits.has_selector) throw Unsupported("DFlash2 files, which have a selector, are not supported");
   if (metadata_number(*draft_, "dflash.hyper_connection.count", 0) > 0) {
     throw Unsupported("DSpark files for DeepSeek-V4, with several residual streams, are not supported");

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "engine/context.hpp"
-#include "engine/model.hpp"
+#include "engine/context/context.hpp"
+#include "engine/model/model.hpp"
 
 namespace llamatap {
 

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "engine/context.hpp"
+#include "engine/context/context.hpp"
 
 namespace llamatap {
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "draft/choice.hpp"
+#include "draft/sequence_entries.hpp"
 #include "engine/error.hpp"
 
 namespace llamatap {

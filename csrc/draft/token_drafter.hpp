@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "draft/drafter.hpp"
+#include "draft/progress.hpp"
 #include "draft/speculative_context.hpp"
 
 namespace llamatap {

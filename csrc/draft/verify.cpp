@@ -42,7 +42,7 @@ void check_distribution(const float* probs, int32_t n_vocab, int32_t token) {
 
 Verified verify(const Context& context, Sampler& sampler, int32_t first_row,
                 const std::vector<int32_t>& draft, const Stops& stops) {
-  const Use use = context.hold();
+  const ContextLock lock = context.hold();
   const auto held = sampler.hold();
   const int32_t n_vocab = context.model()->vocab().size();
   Verified result;
@@ -60,7 +60,7 @@ Verified verify(const Context& context, Sampler& sampler, int32_t first_row,
 Verified verify_by_rejection(const Context& context, Sampler& sampler, int32_t first_row,
                              const std::vector<int32_t>& draft, const float* distributions,
                              const Stops& stops) {
-  const Use use = context.hold();
+  const ContextLock lock = context.hold();
   const auto held = sampler.hold();
   const int32_t n_vocab = context.model()->vocab().size();
   Verified result;

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "draft/drafter.hpp"
-#include "engine/context.hpp"
+#include "engine/context/context.hpp"
 #include "engine/sampler.hpp"
 
 namespace llamatap {

@@ -1,7 +1,5 @@
 #include "engine/sampler.hpp"
 
-#include <llama.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -20,8 +18,6 @@ void require(bool good, const char* what) {
 }
 
 }  // namespace
-
-void Sampler::Free::operator()(llama_sampler* sampler) const { llama_sampler_free(sampler); }
 
 Sampler::Sampler(std::shared_ptr<Model> model, const SamplerOptions& options)
     : model_(std::move(model)),

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <llama-cpp.h>
+
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -7,10 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/model.hpp"
-
-struct llama_sampler;
-struct llama_token_data;
+#include "engine/model/model.hpp"
 
 namespace llamatap {
 
@@ -51,10 +50,6 @@ class Sampler {
   void reset();
 
  private:
-  struct Free {
-    void operator()(llama_sampler* sampler) const;
-  };
-
   void seed_draws();
   void check_bias() const;
   int32_t most_likely(const float* logits, int32_t n_vocab) const;
@@ -65,7 +60,7 @@ class Sampler {
   SamplerOptions options_;
   std::mutex mutex_;
   std::mt19937 random_;
-  std::unique_ptr<llama_sampler, Free> chain_;
+  llama_sampler_ptr chain_;
 };
 
 }  // namespace llamatap

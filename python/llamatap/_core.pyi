@@ -204,36 +204,6 @@ class Batch:
         int32[n]: the token ids; empty for embeddings.
         """
 
-class LayerMap:
-    """
-    Which node of the engine's graph gives each layer of a model.
-    """
-    @staticmethod
-    def resolve(model: Model) -> LayerMap: ...
-    def __reduce__(self) -> typing.Any: ...
-    @property
-    def at_once(self) -> bool: ...
-    @property
-    def has_memory(self) -> bool: ...
-    @property
-    def has_norm(self) -> bool: ...
-    @property
-    def hooked(self) -> list[bool]:
-        """
-        By slot: whether the engine's own hook gives the same node.
-        """
-    @property
-    def n_embd(self) -> int: ...
-    @property
-    def n_layer(self) -> int: ...
-    @property
-    def nodes(self) -> list[tuple[str, bool]]:
-        """
-        By slot (0..n, then the norm): the node's name, and whether it has rows for outputs only. The norm's name is empty where the model has none.
-        """
-    @property
-    def norm_slot(self) -> int: ...
-
 class Context:
     """
     A model with memory.
@@ -246,15 +216,15 @@ class Context:
         n_batch: typing.SupportsInt | typing.SupportsIndex,
         n_ubatch: typing.SupportsInt | typing.SupportsIndex,
         n_seq_max: typing.SupportsInt | typing.SupportsIndex,
-        n_rs_seq: typing.SupportsInt | typing.SupportsIndex,
-        n_outputs_max: typing.SupportsInt | typing.SupportsIndex,
         n_threads: typing.SupportsInt | typing.SupportsIndex,
         type_k: str,
         type_v: str,
         flash_attention: typing.SupportsInt | typing.SupportsIndex,
         kv_unified: bool,
-        swa_full: bool,
         memory_available: typing.SupportsInt | typing.SupportsIndex,
+        n_rs_seq: typing.SupportsInt | typing.SupportsIndex,
+        n_outputs_max: typing.SupportsInt | typing.SupportsIndex,
+        swa_full: bool,
     ) -> None: ...
     def __reduce__(self) -> typing.Any: ...
     def decode(self, batch: Batch) -> None: ...
@@ -334,6 +304,36 @@ class Context:
     def position_limit(self) -> int: ...
     @property
     def zeroed_cells(self) -> int: ...
+
+class LayerMap:
+    """
+    Map from each layer of a model to the node of the engine's graph that gives it.
+    """
+    @staticmethod
+    def resolve(model: Model) -> LayerMap: ...
+    def __reduce__(self) -> typing.Any: ...
+    @property
+    def at_once(self) -> bool: ...
+    @property
+    def has_memory(self) -> bool: ...
+    @property
+    def has_norm(self) -> bool: ...
+    @property
+    def hooked(self) -> list[bool]:
+        """
+        By slot: whether the engine's own hook gives the same node.
+        """
+    @property
+    def n_embd(self) -> int: ...
+    @property
+    def n_layer(self) -> int: ...
+    @property
+    def nodes(self) -> list[tuple[str, bool]]:
+        """
+        By slot (0..n, then the norm): the node's name, and whether it has rows for outputs only. The norm's name is empty where the model has none.
+        """
+    @property
+    def norm_slot(self) -> int: ...
 
 class Sampler:
     """
@@ -522,7 +522,7 @@ def ngram_drafter(
     n_min: typing.SupportsInt | typing.SupportsIndex,
 ) -> Drafter:
     """
-    Drafts what followed the same tokens before.
+    A drafter of what followed the same tokens before.
     """
 
 def read_metadata(
@@ -547,7 +547,7 @@ def speculative_drafter(
     seed: typing.SupportsInt | typing.SupportsIndex,
 ) -> Drafter:
     """
-    What drafts with a draft context: token by token, or a block.
+    A drafter on a draft context: token by token, or a block at a time.
     """
 
 def verify(

@@ -208,4 +208,4 @@ class EngineOwner(NativeOwner[_core.Context]):
 
 def engine_of(context: EngineOwner) -> EngineContext:
     """The engine's context of a public one, closed or not."""
-    return context._get_engine()
+    return context._get_engine()  # noqa: SLF001  same module

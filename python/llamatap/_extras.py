@@ -9,7 +9,7 @@ from llamatap.errors import MissingPackageError
 
 __all__ = ["EXTRAS", "missing", "needs"]
 
-#: The extra that brings a package, where several do the smallest one.
+#: The extra that installs a package; the smallest one where several do.
 EXTRAS = {
     "matplotlib": "demo",
     "pyarrow": "dataset",
@@ -21,8 +21,8 @@ EXTRAS = {
 def missing(*packages: str, extra: str | None = None, what: str | None = None) -> MissingPackageError:
     """The error that says which packages are missing and how to install them.
 
-    :param extra: that brings them; None for those of :data:`EXTRAS`.
-    :param what: needs them.
+    :param extra: the extra that installs them; None for those of :data:`EXTRAS`.
+    :param what: the feature that needs them.
     """
     extras = ",".join(dict.fromkeys(extra or EXTRAS[package] for package in packages))
     names = " and ".join(packages)
@@ -32,9 +32,9 @@ def missing(*packages: str, extra: str | None = None, what: str | None = None) -
 
 @contextlib.contextmanager
 def needs(extra: str, what: str | None = None) -> Iterator[None]:
-    """Context manager around imports of packages that an extra brings.
+    """Context manager around imports of packages that an extra installs.
 
-    :param what: needs them.
+    :param what: the feature that needs them.
     :raises MissingPackageError: one is missing; with the command that installs it.
     """
     try:

@@ -52,7 +52,7 @@ def native_of(owner: NativeOwner[_N]) -> _N:
 
     :raises ClosedError: the owner was closed.
     """
-    return owner._get_native()
+    return owner._get_native()  # noqa: SLF001  same module
 
 
 def ensure_backends() -> None:

@@ -1,7 +1,7 @@
-"""Memory and CPU time that this process may take: the machine's, within its cgroups and its own limits.
+"""Limits of memory and CPU time of this process: the machine's, its cgroups' and its own.
 
-Python's standard library knows CPU affinity alone, and no portable interface tells a container's share: so
-the files are read here. cgroups of version 2 and 1 may both be mounted, and a limit of any parent holds.
+Python's standard library knows CPU affinity alone, and no portable interface tells a container's share, so
+the kernel's files are read here. cgroups of version 2 and 1 may both be mounted, and a parent's limit holds.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ __all__ = ["available_memory", "cpu_quota", "gibibytes", "require_memory"]
 
 _ROOT = Path("/")
 
-#: The kernel's figure is an estimate that errs on the safe side, and of what is reserved not all is touched:
-#: what is less than 2 % too large is let through.
-_GENEROSITY = 1.02
+#: The kernel's estimate is on the safe side, and not all that is reserved is touched: allow 2 % more.
+_TOLERANCE = 1.02
 
-#: Smaller requests are not looked at: reading the figures takes a tenth of a millisecond.
-_WORTH_A_LOOK = 32 << 20
+#: Smaller requests are not checked: reading the figures takes 0.1 ms.
+_SMALLEST_CHECKED = 32 << 20
 
 
 def available_memory(root: Path | None = None) -> int:
@@ -47,7 +46,7 @@ def available_memory(root: Path | None = None) -> int:
         else:
             rooms += _room_v1(folder, swap)
     rooms += _room_under_rlimits(root)
-    return max(1, int(min(rooms) * _GENEROSITY))
+    return max(1, int(min(rooms) * _TOLERANCE))
 
 
 def cpu_quota(root: Path | None = None) -> float | None:
@@ -67,15 +66,15 @@ def cpu_quota(root: Path | None = None) -> float | None:
 
 
 def require_memory(needed: int, what: str, advice: str) -> None:
-    """Refuse what would not fit into memory before it is allocated: malloc succeeds, and the kernel kills
-    later.
+    """Refuse an allocation that would not fit into memory: malloc would succeed, and the kernel kill the
+    process later.
 
     :param needed: bytes.
-    :param what: with its verb: "the states of 3 prompts take".
+    :param what: the subject of the error, with its verb: "the states of 3 prompts take".
     :param advice: what to do instead.
     :raises OutOfMemoryError: more than :func:`available_memory`.
     """
-    if needed < _WORTH_A_LOOK:
+    if needed < _SMALLEST_CHECKED:
         return
     available = available_memory()
     if needed > available:
@@ -85,14 +84,14 @@ def require_memory(needed: int, what: str, advice: str) -> None:
 
 
 def gibibytes(size: float) -> str:
-    """Bytes for a message."""
+    """Bytes as a message shows them."""
     if size < 2**30:
         return f"{math.ceil(size / 2**20)} MiB"
     return f"{size / 2**30:.2f} GiB"
 
 
 def _room_v2(folder: Path, swap: int) -> list[int]:
-    # Above memory.high a process is held up rather than killed, to a crawl.
+    # Above memory.high a process is slowed to a crawl rather than killed.
     limits = [_bytes(folder / name) for name in ("memory.max", "memory.high")]
     limit = min((found for found in limits if found is not None), default=None)
     used = _bytes(folder / "memory.current")
@@ -109,7 +108,7 @@ def _room_v1(folder: Path, swap: int) -> list[int]:
     stat = _numbers(folder / "memory.stat")
     caches = stat.get("total_inactive_file", 0) + stat.get("total_active_file", 0)
     rooms = []
-    # The second is of memory and swap together.
+    # The second limit counts memory and swap together.
     for kind, more in (("memory", caches + swap), ("memory.memsw", caches)):
         limit, used = _bytes(folder / f"{kind}.limit_in_bytes"), _bytes(folder / f"{kind}.usage_in_bytes")
         if limit is not None and used is not None:
@@ -179,7 +178,7 @@ def _text(path: Path) -> str:
 def _bytes(path: Path) -> int | None:
     """A limit or a count; None where there is no file, or no limit."""
     text = _text(path)
-    # Version 1 says "no limit" with the largest number of pages.
+    # Version 1 writes the largest number of pages for no limit.
     return int(text) if text.isdigit() and int(text) < 2**62 else None
 
 
@@ -189,7 +188,7 @@ def _numbers(path: Path) -> dict[str, int]:
 
 
 def _kibibytes(path: Path) -> dict[str, int]:
-    """Lines of "Name:  123 kB", in bytes."""
+    """The values of lines such as "Name:  123 kB", in bytes."""
     found = {}
     for line in _text(path).splitlines():
         name, _, rest = line.partition(":")

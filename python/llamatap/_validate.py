@@ -1,4 +1,4 @@
-"""Arguments checked before they reach the core, with errors that say what was expected and what was found."""
+"""Checks of arguments before they reach the core; errors say what was expected and what was found."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _REPR = _Repr()
 
 
 def shown(value: object) -> str:
-    """`value` as a message of an error has it: its repr, cut short where it is long."""
+    """`value` as errors show it: its repr, shortened where it is long."""
     try:
         return _REPR.repr(value)
     except Exception:
@@ -44,7 +44,7 @@ def shown(value: object) -> str:
 
 
 def integer(name: str, value: object, low: int = -(2**31), high: int = 2**31 - 1) -> int:
-    """`value` as an int; NumPy's integers are taken, bools and floats are not."""
+    """`value` as an int; integers of NumPy are accepted, bools and floats are not."""
     try:
         if isinstance(value, (bool, np.bool_)):
             raise TypeError
@@ -68,7 +68,7 @@ def number(name: str, value: object) -> float:
 
 
 def flag(name: str, value: object) -> bool:
-    """`value` as a bool: a text such as "no" would count as true."""
+    """`value` as a bool; anything else is refused, as a text such as "no" would count as true."""
     if not isinstance(value, (bool, np.bool_)):
         raise InvalidInputError(f"{name} must be True or False, not {shown(value)}")
     return bool(value)
@@ -84,7 +84,7 @@ def instance(name: str, value: object, kind: type, called: str | None = None) ->
 
 
 def choice(name: str, value: object, choices: Sequence[str], optional: bool = False) -> str:
-    """`value`, which is one of some strings.
+    """`value`, checked to be one of `choices`.
 
     :param optional: whether None may be given too, for the message.
     """
@@ -105,7 +105,7 @@ def path(name: str, value: object) -> Path:
 
 
 def separate(name: str, arrays: Iterable[tuple[int, NDArray[Any]]]) -> None:
-    """No two of the numbered C-contiguous arrays share memory."""
+    """Check that no two of the numbered C-contiguous arrays share memory."""
     spans = sorted((array.ctypes.data, array.nbytes, index) for index, array in arrays)
     for (start, size, first), (after, _, second) in itertools.pairwise(spans):
         if start + size > after:
@@ -114,7 +114,7 @@ def separate(name: str, arrays: Iterable[tuple[int, NDArray[Any]]]) -> None:
 
 
 class NotCopied:
-    """Base of owners of an object of the core. They cannot be copied: two owners would close one object."""
+    """Base of objects that cannot be copied or pickled: two owners would close one object of the core."""
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{type(self).__name__} objects cannot be copied or pickled")

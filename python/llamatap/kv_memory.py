@@ -58,8 +58,8 @@ class Memory(NotCopied):
         self._writable().memory_keep(sequence_id(seq))
 
     def shift(self, seq: int, p0: int | None, p1: int | None, delta: int) -> None:
-        """Move the positions ``[p0, p1)`` of a sequence by ``delta``. What it shares with others
-        (:meth:`copy`, batches of several sequences) moves in them too.
+        """Move the positions ``[p0, p1)`` of a sequence by ``delta``. Positions that it shares with other
+        sequences (:meth:`copy`, batches of several sequences) move in those too.
 
         :raises InvalidInputError: no such sequence id, or positions that are no range; or two tokens of a
             sequence, of this one or of one that shares some, would come to one position.

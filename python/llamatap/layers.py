@@ -5,13 +5,13 @@ last block, before the final norm ("pre-norm"); ``norm(H_n)`` is what the output
 a layer id is that i, in 0..n; negative ids count back from n+1 (-1 is H_n, -2 is H_{n-1}); ``"norm"`` is
 norm(H_n).
 
-Post-norm encoders (BERT and its family) norm what each block gives: the stream that enters block i is the
+In post-norm encoders (BERT and its family) each block ends with a norm: the stream that enters block i is the
 output of the last norm of block i-1, H_0 is the normed sum of the embeddings, and H_n is the model's last
 output. They have no final norm, so asking for ``"norm"`` raises :class:`llamatap.UnsupportedError`, and the
-last of transformers' ``hidden_states`` is H_n there.
+last of transformers' ``hidden_states`` is H_n.
 
-Other systems number differently, and a state of the wrong layer is still fluent. So ids of other systems
-are translated by the name of the system and, where it counts by that, of the architecture:
+Other systems number differently, and states of a wrong layer raise no error anywhere. So ids of other systems
+are translated by the name of the system and, for transformers, of the architecture:
 
 >>> translate([-2], source="transformers", n_layer=36, arch="qwen3")
 [35]
@@ -39,8 +39,8 @@ are translated by the name of the system and, where it counts by that, of the ar
 
 Negative ids count from the end in ``llamatap`` and ``transformers``, and are refused elsewhere.
 
-``transformers`` is its ``hidden_states[k]``, as version 5 counts. Some hundred of its model classes were run
-to see (tests/data/layer_numbers.json); the code that some checkpoints bring along (``trust_remote_code``) may
+``transformers`` is its ``hidden_states[k]``, as version 5 counts; about a hundred of its model classes were
+run to check that (tests/data/layer_numbers.json). The code of some checkpoints (``trust_remote_code``) may
 count otherwise. Without an architecture, ids are counted as Llama counts: of a loaded model, pass
 ``arch=model.arch``, or use :func:`translate_for`, which does.
 """
@@ -71,7 +71,7 @@ LayerId = int | Literal["norm"]
 
 
 class LayerMap(Protocol):
-    """Map of a model's layers, as far as translation needs it."""
+    """The part of a model's layer map that translation needs."""
 
     @property
     def has_norm(self) -> bool:
@@ -80,7 +80,7 @@ class LayerMap(Protocol):
 
 @runtime_checkable
 class LayeredModel(Protocol):
-    """A model, as far as translation needs it: :class:`llamatap.Model` is one."""
+    """The part of a model that translation needs; :class:`llamatap.Model` has it."""
 
     @property
     def arch(self) -> str:
@@ -108,9 +108,9 @@ class Convention:
     negative: bool = False
     #: Whether H_n has an id.
     has_last: bool = True
-    #: Ids whose entries may be no H_i of ours: the "first", or the "inner" ones, from there to the last.
+    #: Ids whose entries are no H_i: the "first", or the "inner" ones, from there to the last.
     unnamed: Literal["none", "first", "inner"] = "none"
-    #: Meaning of those entries, for messages.
+    #: Meaning of those entries, for errors.
     why: str = ""
 
     def last_id(self, n_layer: int) -> int:
@@ -188,16 +188,16 @@ CONVENTIONS: dict[str, Convention] = {
 _AFTER_BLOCKS = Convention("transformers", 1, last_is_norm=True, negative=True)
 _NO_FINAL_NORM = CONVENTIONS["transformers"].without_norm()
 
-#: How transformers counts the architectures (general.architecture of a file) that it does not count as Llama.
+#: Conventions of transformers for architectures (general.architecture of a file) that it counts unlike Llama.
 _OF_TRANSFORMERS: dict[str, Convention] = {
-    # A state is appended after each block, none before the first.
+    # These append a state after each block, and none before the first.
     "mamba": _AFTER_BLOCKS,
     "mamba2": _AFTER_BLOCKS,
     "rwkv6": _AFTER_BLOCKS,
-    # transformers' own names of what files call mamba, and of RWKV-4.
+    # transformers' names of the architecture that files call mamba, and of RWKV-4.
     "falcon_mamba": _AFTER_BLOCKS,
     "rwkv": _AFTER_BLOCKS,
-    # Blocks end in norms, and nothing is normed after the last.
+    # Their blocks end in norms, and no norm follows the last block.
     "bert": _NO_FINAL_NORM,
     "jina-bert-v2": _NO_FINAL_NORM,
     "jina-bert-v3": _NO_FINAL_NORM,
@@ -252,11 +252,11 @@ def translate(
     """Translate layer ids between systems.
 
     :param ids: ids as ``source`` numbers them.
-    :param source: the system that they are from, a name of the table above.
-    :param target: the system that they are for.
+    :param source: the system to translate from, a name of the table above.
+    :param target: the system to translate to.
     :param n_layer: the number of blocks of the model.
     :param final_norm: whether the model has a norm after its last block (``model.layer_map.has_norm``). BERT
-        has none, for its blocks end in norms: the last entry of transformers is H_n then.
+        has none, as its blocks end in norms; the last entry of transformers is then H_n.
     :param arch: the model's architecture as its file names it (``model.arch``): transformers counts some
         unlike Llama. None: as Llama.
     :raises InvalidInputError: an unknown system, an id out of its range, a state that the target
@@ -267,7 +267,7 @@ def translate(
     if arch is not None and not isinstance(arch, str):
         raise InvalidInputError(f"arch must be the name of an architecture, as model.arch, not {shown(arch)}")
     reading, writing = _convention(source, arch), _convention(target, arch)
-    # An array of no dimensions says that it is iterable, and is not.
+    # A zero-dimensional array claims to be iterable and is not.
     if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable) or getattr(ids, "ndim", 1) == 0:
         raise InvalidInputError(f"ids must be a list of layer ids, not {shown(ids)}")
     ids = list(ids)
@@ -296,14 +296,14 @@ def translate_for(
 
 
 def normalize(layers: Iterable[LayerId] | LayerId, n_layer: int) -> tuple[LayerId, ...]:
-    """Ids of llamatap without negative ones: each is in 0..n or "norm".
+    """Normalise layer ids: each becomes 0..n or "norm".
 
     :param layers: ids, or a single one.
     :raises InvalidInputError: none given, or one out of range.
     """
     if isinstance(layers, (bytes, bytearray)):
         raise InvalidInputError(f"layers must be layer ids, not {shown(layers)}")
-    # An array of no dimensions says that it is iterable, and is not.
+    # A zero-dimensional array claims to be iterable and is not.
     if isinstance(layers, str) or not isinstance(layers, Iterable) or getattr(layers, "ndim", 1) == 0:
         layers = [layers]  # type: ignore[list-item]
     own = CONVENTIONS["llamatap"]
@@ -314,14 +314,14 @@ def normalize(layers: Iterable[LayerId] | LayerId, n_layer: int) -> tuple[LayerI
 
 
 def slots(layers: Iterable[LayerId], n_layer: int) -> list[int]:
-    """The native core's numbers of normalised ids: i for H_i, n+1 for norm(H_n)."""
+    """The core's numbers of normalised ids: i for H_i, n+1 for norm(H_n)."""
     return [n_layer + 1 if layer == "norm" else int(layer) for layer in layers]
 
 
 def default_eagle3_layers(n_layer: int) -> list[int]:
-    """The three layers that EAGLE-3 drafters are trained on unless said otherwise.
+    """The three layers that EAGLE-3 drafters are trained on by default.
 
-    ``[2, n//2, n-3]``: vLLM's and llama.cpp's defaults, and what SpecForge calls ``[1, n//2-1, n-4]``.
+    ``[2, n//2, n-3]``: the defaults of vLLM and llama.cpp; SpecForge numbers them ``[1, n//2-1, n-4]``.
     """
     n_layer = integer("n_layer", n_layer, 1)
     if n_layer < 5:

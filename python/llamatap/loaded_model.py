@@ -1,4 +1,4 @@
-"""A GGUF file loaded as a model: what contexts and extraction need of it."""
+"""LoadedModel: a GGUF file loaded as a model, below the contexts that are made of it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _logger = logging.getLogger("llamatap")
 
 
 class LoadedModel(Tokenizer, Closeable):
-    """A model in memory, without the contexts that are made of it: :class:`llamatap.Model` has all arguments
-    and errors."""
+    """Base of :class:`llamatap.Model`, which describes the parameters and errors: a loaded model that
+    makes no contexts itself."""
 
     def __init__(
         self,
@@ -100,9 +100,9 @@ class LoadedModel(Tokenizer, Closeable):
 
         :raises BusyError: this thread is extracting with it (a signal handler or a log handler calls).
         """
-        while self._at_close:
-            self._at_close[-1]()
-            self._at_close.pop()
+        for action in list(self._at_close):
+            action()
+        self._at_close.clear()
         self.__dict__.pop("layer_map", None)
         self._native = None
 
@@ -229,10 +229,9 @@ def _warn_of_paging(path: Path, size: int, available: int) -> None:
 
 def files_of(model: LoadedModel) -> ModelFiles:
     """The file of a model, or all shards of a split one."""
-    return model._files
+    return model._files  # noqa: SLF001  same module
 
 
 def at_close(model: LoadedModel, action: Callable[[], None]) -> None:
-    """Have :meth:`LoadedModel.close` call `action`, before it gives up the model. What it raises comes out,
-    and the model stays open."""
-    model._at_close.append(action)
+    """Have :meth:`LoadedModel.close` call `action` first. If `action` raises, the model stays open."""
+    model._at_close.append(action)  # noqa: SLF001  same module

@@ -1,9 +1,10 @@
-"""Models: a GGUF file, loaded."""
+"""Model: a loaded GGUF file, with the contexts that are made of it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from llamatap._options import takes_options
 from llamatap.context import Context, ContextOptions
 from llamatap.loaded_model import LoadedModel
 
@@ -21,23 +22,27 @@ class Model(LoadedModel):
     :param use_mmap: map the file instead of reading it.
     :param load_mtp: load the model's own multi-token-prediction blocks too.
     :param vocab_only: load the tokenizer and the metadata alone.
-    :param weights: ``"f32"``, ``"f16"`` or ``"bf16"``: what weights that are not float32 are converted to,
-        rounded to nearest, before they are loaded; for CPUs that are slow with the file's type (Q4_1). They
-        take that type's bytes, in memory, and ``use_mmap`` has no effect. The engine rounds what it
-        multiplies with weights to 8 bits for quantised ones, 11 for float16, 8 for bfloat16, and not at all
-        for float32: with ``"f32"`` the states are those of the file's weights, exact to float32.
+    :param weights: ``"f32"``, ``"f16"`` or ``"bf16"``: convert weights that are not float32 to this type
+        before they are loaded, rounded to nearest; for CPUs that are slow with the file's type (Q4_1). They
+        then take that type's size in memory, and ``use_mmap`` has no effect. The engine rounds the other
+        factor of a product with weights to 8 bits for quantised ones, 11 for float16, 8 for bfloat16, and not
+        at all for float32: with ``"f32"`` the states are those of the file's weights, exact to float32.
     :param progress: called with the fraction loaded, in 0..1, about every 50 ms.
     :raises InvalidInputError: an argument is wrong, or a weight is beyond float16 with ``weights="f16"``.
     :raises ModelNotFoundError: there is no such file.
     :raises ModelLoadError: the file cannot be loaded; with what the engine said.
-    :raises OutOfMemoryError: the weights do not fit into memory. Those of a mapped file need not, for pages
-        can be dropped and read again at each pass: the logger ``llamatap`` warns of it. (Weights that the CPU
-        keeps in an order of its own, mostly those of 4 bits, are copies and must fit.)
+    :raises OutOfMemoryError: the weights do not fit into memory. Weights of a mapped file need not fit, as
+        pages can be dropped and read again at each pass; the logger ``llamatap`` warns of that. (Weights that
+        the CPU stores in an order of its own, mostly those of 4 bits, are copies and must fit.)
 
     A model can be shared by contexts in several threads. ``close()``, or leaving a ``with`` block, gives
     up its memory once its contexts are closed too.
     """
 
+    @takes_options(ContextOptions)
     def context(self, **options: Unpack[ContextOptions]) -> Context:
-        """A new context; the options are those of :class:`llamatap.Context`."""
+        """Make a context of this model; errors as of :class:`llamatap.Context`.
+
+        :options:
+        """
         return Context(self, **options)

@@ -20,14 +20,14 @@ _TOKENS = 16
 _CHILD = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from llamatap.probing import _child
-_child(sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4]))
+from llamatap.probing import run_child
+run_child(sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4]))
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerProbe:
-    """One layer of a model, seen over 16 tokens of no meaning."""
+    """One layer of a model, computed on 16 arbitrary tokens."""
 
     #: 0..n, or "norm".
     layer: int | str
@@ -38,7 +38,7 @@ class LayerProbe:
 
     @property
     def finite(self) -> bool:
-        """Whether all values are."""
+        """Whether all values are finite."""
         return self.rms == self.rms
 
 
@@ -49,9 +49,9 @@ class Probe:
     path: Path
     #: Whether the model loads.
     loads: bool = False
-    #: Whether its layers can be had: it loads, has one residual stream, and a first computation went well.
+    #: Whether hidden states can be captured: it has one residual stream, and a first computation succeeded.
     states: bool = False
-    #: Why the one or the other is not so.
+    #: Reason why it does not load or gives no states.
     error: str | None = None
     arch: str | None = None
     name: str | None = None
@@ -70,7 +70,7 @@ class Probe:
     layers: tuple[LayerProbe, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, as JSON can hold them."""
+        """All fields as values of JSON."""
         facts = dataclasses.asdict(self)
         facts["path"] = str(self.path)
         for layer in facts["layers"]:
@@ -80,17 +80,17 @@ class Probe:
 
 
 def probe(path: str | os.PathLike[str], *, timeout: float = 600.0, n_threads: int | None = None) -> Probe:
-    """Try a GGUF file without risk: it is loaded, and computed with, in a child process.
+    """Try a GGUF file without risk: a child process loads it and computes with it.
 
-    The engine trusts its files: a broken one can end the process that loads it, checks or not. Here that
-    is the child, and the result says so.
+    The engine trusts its files: a broken one can end the process that loads it, in spite of all checks. Here
+    that is the child, and the result says so.
 
     :param timeout: seconds until the child is given up.
-    :param n_threads: of the engine; None for one a physical core, within the CPU quota.
+    :param n_threads: threads of the engine; None for one a physical core, within the CPU quota.
     :raises InvalidInputError: ``path`` is no path, ``timeout`` is not above 0, or ``n_threads`` is no number
         of threads.
     """
-    # Importing them takes a while, and llamatap is imported more often than it probes.
+    # Imported here: that takes a while, and llamatap is imported more often than it probes.
     import signal
     import subprocess
     import tempfile
@@ -101,7 +101,7 @@ def probe(path: str | os.PathLike[str], *, timeout: float = 600.0, n_threads: in
         raise InvalidInputError(f"timeout must be above 0 seconds, not {timeout}")
     threads = None if n_threads is None else integer("n_threads", n_threads, 1, 512)
     facts: dict[str, Any] = {}
-    # Not by the standard output: whatever the child imports may print there (a sitecustomize).
+    # Not through standard output, where a module that the child imports may print (sitecustomize).
     with tempfile.TemporaryFile() as results:
         descriptor = results.fileno()
         command = [
@@ -122,31 +122,32 @@ def probe(path: str | os.PathLike[str], *, timeout: float = 600.0, n_threads: in
                 pass_fds=[descriptor],
                 timeout=timeout,
             )
-            words, status = child.stderr, child.returncode
+            errors, status = child.stderr, child.returncode
         except subprocess.TimeoutExpired as error:
-            words, status = error.stderr or b"", None
+            errors, status = error.stderr or b"", None
         results.seek(0)
         for line in results:
-            # The last one may be half.
+            # The last line may be incomplete.
             if line.endswith(b"\n"):
                 facts |= json.loads(line)
     facts["layers"] = tuple(LayerProbe(**layer) for layer in facts.get("layers", ()))
     if status is None:
         facts["error"] = f"no result after {timeout:g} seconds"
     elif status != 0:
-        last = words.decode(errors="replace").strip()
+        last = errors.decode(errors="replace").strip()
         how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
         facts["error"] = f"the process ended with {how}" + (f": {last}" if last else "")
     return Probe(path, **facts)
 
 
-def _child(path: str, results: int, n_threads: int | None) -> None:
-    """Write what is found as it is found, one JSON object a line: the next step may be the last.
+def run_child(path: str, results: int, n_threads: int | None) -> None:
+    """The child's part of :func:`probe`: write each finding at once, one JSON object a line, as the next step
+    may end the process.
 
-    :param results: the file descriptor that is written to.
+    :param results: the file descriptor to write to.
     """
 
-    def say(**facts: Any) -> None:
+    def report(**facts: Any) -> None:
         os.write(results, json.dumps(facts).encode() + b"\n")
 
     # A crash must not leave a file of the model's size behind.
@@ -157,12 +158,12 @@ def _child(path: str, results: int, n_threads: int | None) -> None:
     except (ImportError, ValueError):
         pass
     try:
-        _find_out(Path(path), say, n_threads)
+        _examine(Path(path), report, n_threads)
     except (Error, MemoryError) as error:
-        say(error=str(error) or type(error).__name__)
+        report(error=str(error) or type(error).__name__)
 
 
-def _find_out(path: Path, say: Callable[..., None], n_threads: int | None) -> None:
+def _examine(path: Path, report: Callable[..., None], n_threads: int | None) -> None:
     import numpy as np
 
     from llamatap.extraction.extractor import Extractor
@@ -170,7 +171,7 @@ def _find_out(path: Path, say: Callable[..., None], n_threads: int | None) -> No
     from llamatap.model import Model
 
     with Model(path) as model:
-        say(
+        report(
             loads=True,
             arch=model.arch,
             name=model.metadata.get("general.name"),
@@ -184,7 +185,7 @@ def _find_out(path: Path, say: Callable[..., None], n_threads: int | None) -> No
             n_ctx_train=model.n_ctx_train,
             chat_template=model.chat_template is not None,
         )
-        say(unparsed_tokens=model.unparsed_tokens())
+        report(unparsed_tokens=model.unparsed_tokens())
         layers: list[LayerId] = [*range(model.n_layer + 1)]
         if model.layer_map.has_norm:
             layers.append("norm")
@@ -194,7 +195,7 @@ def _find_out(path: Path, say: Callable[..., None], n_threads: int | None) -> No
             found = extractor(tokens, layers).array.astype(np.float64)
         rms = np.sqrt(np.mean(found**2, axis=(0, 2)))
         rms[~np.isfinite(rms)] = np.nan
-        say(
+        report(
             states=True,
             layers=[
                 {"layer": layer, "node": node, "rms": float(value)}

@@ -1,4 +1,4 @@
-"""Captured hidden states, with where they come from."""
+"""Captured hidden states and their provenance; files of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from llamatap.storage.atomic_writes import atomic_path
 from llamatap.storage.model_files import ModelFiles
 from llamatap.storage.safetensors_metadata import JSON_KEYS, from_metadata, to_metadata
 
-__all__ = ["DTYPES", "Source", "States", "check_finite", "dtype_name", "write_tensors"]
+__all__ = ["DTYPES", "Source", "States", "array_facts", "check_finite", "dtype_name", "write_tensors"]
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -33,13 +33,13 @@ DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
 
-# Tensors of files with states: those of States.save, and others' names for them.
+# The names of tensors that are read from files: those of States.save, and other writers' names for them.
 _TENSORS = ("hidden_states", "prompt_embeds", "tokens", "token_ids")
-# Fields of the server's bodies that are not provenance.
+# Fields of the server's bodies that stand beside the provenance.
 _OF_BODIES = ("preset", "truncated")
-# Provenance computed from the arrays.
+# Provenance that is computed from the arrays.
 _OF_ARRAYS = ("dtype", "layers", "norm")
-# Fields that describe the arrays, or say how to read a file of them: not free for details.
+# Fields that describe the arrays, or how to read a file of them; details must not have these names.
 _NOT_DETAILS = frozenset(
     (
         "convention",
@@ -57,7 +57,7 @@ _NOT_DETAILS = frozenset(
 
 
 def dtype_name(dtype: DTypeLike | str, what: str = "dtype") -> str:
-    """ "float32", "float16" or "bfloat16" of anything that names one of them.
+    """The dtype's name, "float32", "float16" or "bfloat16", from anything that NumPy takes for one.
 
     :raises InvalidInputError: another dtype, or one of another byte order.
     """
@@ -74,8 +74,19 @@ def dtype_name(dtype: DTypeLike | str, what: str = "dtype") -> str:
 
 
 def typed_view(array: NDArray[Any], name: str) -> NDArray[Any]:
-    """The same memory as the named dtype: the core knows bfloat16 as uint16."""
+    """View `array` as the named dtype: the core gives bfloat16 as uint16."""
     return array.view(DTYPES[name]) if name == "bfloat16" else array
+
+
+def array_facts(layers: Sequence[LayerId], dtype: str) -> dict[str, Any]:
+    """Provenance that tells what an array of states holds: its layers, how they are numbered, its dtype."""
+    return {
+        "layers": list(layers),
+        "convention": "llamatap: id i is the residual stream that enters block i, n the one after "
+        'the last block, both without the final norm; "norm" is norm(H_n)',
+        "norm": ["post" if layer == "norm" else "pre" for layer in layers],
+        "dtype": dtype,
+    }
 
 
 class Source:
@@ -120,64 +131,65 @@ class States:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.array.flags.writeable = self.tokens.flags.writeable = False  # which copies and pickles forget
+        self.array.flags.writeable = self.tokens.flags.writeable = False  # copies and pickles lose this
+
+    @property
+    def n_layer(self) -> int:
+        """The number of blocks of the model: the id of the last layer before the final norm."""
+        return self._n_layer
 
     @functools.cached_property
     def provenance(self) -> dict[str, Any]:
-        """Where the states come from and what they are.
+        """Origin and description of the states.
 
-        ``model`` (file name), ``model_sha256`` (of a split model, of the lines with its shards' sha256, in
+        ``model`` (file name), ``model_sha256`` (of a split model: of the lines with its shards' sha256, in
         order; None when a file is gone or was replaced), ``arch``,
         ``file_type``, ``weights`` (what they were converted to, if they were), ``n_layer``, ``n_embd``,
         ``engine_commit``, ``llamatap_version``, ``backend``, ``type_k``, ``type_v``, ``flash_attention``,
-        ``layers``, ``convention``, ``norm`` ("pre" or "post" of each layer), ``dtype``, and what was asked
-        for besides (``window``, ``pooling``, ``max_length``, ``rows``, ``preset``), where it was; of
-        extraction, ``prompt_tokens`` (how many the prompt has) and ``truncated`` (:attr:`truncated`).
+        ``layers``, ``convention``, ``norm`` ("pre" or "post" of each layer), ``dtype``, and the further
+        arguments that were given (``window``, ``pooling``, ``max_length``, ``rows``, ``preset``). Extraction
+        adds ``prompt_tokens`` (how many the prompt has) and ``truncated`` (:attr:`truncated`).
         The first use hashes the model file, once.
         """
         return {
             **(self._source.facts if self._source is not None else {}),
-            "layers": list(self.layers),
-            "convention": "llamatap: id i is the residual stream that enters block i, n the one after "
-            'the last block, both without the final norm; "norm" is norm(H_n)',
-            "norm": ["post" if layer == "norm" else "pre" for layer in self.layers],
-            "dtype": dtype_name(self.array.dtype),
+            **array_facts(self.layers, dtype_name(self.array.dtype)),
             **self._details,
         }
 
     def with_details(self, **details: Any) -> States:
         """The same states, in the same memory, with more in their :attr:`provenance`.
 
-        :param details: strings, numbers, and what else JSON has: how the states came about. Files keep them.
-        :raises InvalidInputError: JSON does not have it, or it would say otherwise what the arrays are.
+        :param details: how the states were made: strings, numbers and other values of JSON. Files keep them.
+        :raises InvalidInputError: a value is none of JSON's, or a name is one that describes the arrays.
         """
         if taken := sorted(_NOT_DETAILS & details.keys()):
             raise InvalidInputError(f"{', '.join(taken)} cannot be given: the states tell of it themselves")
         try:
-            # As a file gives it back: tuples as lists.
+            # In the form that a file gives back: tuples become lists.
             details = json.loads(json.dumps(details, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidInputError(f"details must be what JSON has: {error}") from error
         states = copy.copy(self)
-        states._details = {**self._details, **details}
+        states._details = {**self._details, **details}  # noqa: SLF001  same class
         if (known := self.__dict__.get("provenance")) is not None:
             states.__dict__["provenance"] = {**known, **details}
         return states
 
     @property
     def truncated(self) -> bool:
-        """Whether ``max_length`` cut the prompt: it has more tokens than were read of it."""
+        """Whether ``max_length`` cut the prompt."""
         return bool(self._details.get("truncated", False))
 
     def __len__(self) -> int:
         """The number of tokens."""
         return len(self.tokens)
 
-    # Indexing is by layer: what iterates by 0, 1, 2, ... would read layers for tokens.
+    # Indexing is by layer, so iterating by 0, 1, 2, ... would take layers for tokens.
     __iter__ = None
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
-        """:attr:`array`, for ``numpy.asarray`` and its like.
+        """:attr:`array`, for ``numpy.asarray`` and similar functions.
 
         :raises ValueError: ``copy=False``, and another dtype takes a copy.
         """
@@ -224,8 +236,8 @@ class States:
     def nonfinite_layers(self) -> list[LayerId]:
         """The layers with NaN or infinity in them.
 
-        They come of weights or embeddings that have some, or of a value beyond the dtype: float16 ends at
-        65504, which the residual streams of some models pass; bfloat16 reaches as far as float32.
+        They come from weights or embeddings that hold some, or from a value beyond the dtype: float16 ends at
+        65504, which the residual streams of some models exceed; bfloat16 has the range of float32.
         """
         columns = enumerate(self.layers)
         return [layer for column, layer in columns if not np.isfinite(self.array[..., column, :]).all()]
@@ -245,7 +257,7 @@ class States:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> States:
-        """Read a file that :meth:`save` wrote, or another one of the states of one text: of ``llamatap
+        """Read a file that :meth:`save` wrote, or another file of the states of one text: of ``llamatap
         encode``, of a connector, of a data set in the layout ``speculators``, or a body of the server.
 
         :raises InvalidInputError: it is no such file.
@@ -276,13 +288,13 @@ class States:
         :raises KeyError, ValueError, TypeError, AttributeError, OverflowError: it is no file of states.
         """
         if "provenance" in fields:
-            # The server's: beside it, layers are numbered as the request had them.
+            # A body of the server: beside the provenance, layers are numbered as in the request.
             fields = {key: fields[key] for key in _OF_BODIES if key in fields} | fields["provenance"]
         if missing := {"layers", "n_layer", "n_embd"} - fields.keys():
             raise ValueError(f"its metadata has no {', '.join(sorted(missing))}")
         n_layer, n_embd = integer("n_layer", fields["n_layer"], 1), integer("n_embd", fields["n_embd"], 1)
         layers = fields["layers"]
-        # Negative ids are written as those that they stand for.
+        # Files hold normalised ids.
         if not isinstance(layers, list) or list(layer_ids.normalize(layers, n_layer)) != layers:
             raise ValueError(f'layers must be a list of ids in 0..{n_layer} or "norm", not {shown(layers)}')
         flag("truncated", fields.get("truncated", False))
@@ -309,6 +321,24 @@ class States:
         states._details = {key: value for key, value in fields.items() if key not in _OF_ARRAYS}
         states._details.setdefault("model_sha256", None)
         return states
+
+
+def captured_rows(states: States) -> str | None:
+    """The tokens whose rows were captured: the ``rows`` of the provenance; None where it has none."""
+    return states._details.get("rows")  # noqa: SLF001  same module
+
+
+def join_states(parts: Sequence[States], dtype: np.dtype[Any] | None = None) -> States:
+    """A copy of the states of several spans of a text, one after the other, with their context's provenance.
+
+    :param dtype: the dtype to convert to; None keeps it.
+    """
+    array = np.concatenate([one.array for one in parts], dtype=dtype, casting="unsafe")
+    tokens = np.concatenate([one.tokens for one in parts])
+    array.flags.writeable = tokens.flags.writeable = False
+    last = parts[-1]
+    n_layer, source = last._n_layer, last._source  # noqa: SLF001  same module
+    return States(array, tokens, last.layers, n_layer=n_layer, source=source)
 
 
 def check_finite(states: States, otherwise: str = "") -> None:
@@ -340,7 +370,7 @@ def write_tensors(
         raise FileNotFoundError(f"no such folder: {folder}")
     with atomic_path(Path(path)) as scratch:
         try:
-            # From the arrays' own memory; to bytes first, they would be there twice more.
+            # Written from the arrays' own memory; through bytes it would take two more copies.
             save_file(
                 {name: np.ascontiguousarray(array) for name, array in tensors.items()},
                 scratch,

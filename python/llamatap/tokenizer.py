@@ -172,7 +172,7 @@ class Tokenizer(NativeOwner[_core.Model]):
         """Tokens that a chat template writes as control tokens and that this file does not mark as such.
 
         :meth:`tokenize` splits them, and the model reads a chat that it was not trained on. The logger
-        ``llamatap`` tells of them once a model.
+        ``llamatap`` warns of them once a model.
 
         :param template: a template in place of the file's own.
         :returns: their ids by their spelling; empty where all is well, or there is no template or tokenizer.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import gguf
-from tiny import write_as_f32
+from support.tiny import write_as_f32
 
 from llamatap.fetch import fetch
 from llamatap.storage.atomic_writes import atomic_path
@@ -22,7 +22,7 @@ from llamatap.storage.cache_folder import cache_folder
 from llamatap.storage.file_hashes import file_sha256
 
 ROOT = Path(__file__).resolve().parents[2]
-QUANTIZE = ROOT / "build" / "fidelity" / "quantize"  # built by `make fidelity`
+QUANTIZE = ROOT / "build" / "fidelity" / "quantize"  # built by `nox -s fidelity`
 
 #: File type -> its number in the engine.
 FILE_TYPES = {

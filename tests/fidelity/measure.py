@@ -1,6 +1,6 @@
 """Measure llamatap against transformers, by layer and by file type, and write docs/fidelity.md.
 
-    make fidelity
+    nox -s fidelity
 
 Fails, and writes nothing, when a bound does not hold.
 """
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 import llamatap as lt
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "python"), str(ROOT / "bench")]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "bench")]
 
 from common import machine  # noqa: E402
 
@@ -122,7 +122,7 @@ def faults(model: MeasuredModel) -> list[str]:
         # Rounding grows from block to block, in two runs independently: one draw against another.
         for layer, (found, yard) in enumerate(zip(measured.same.l2, measured.rounding.l2, strict=True)):
             bound(f"entry {layer}, to what rounding does", float(found), 2 * float(yard) + 1e-6)
-        # With the rounding done alike, what is left is what falls to the other side of a step.
+        # With the same rounding on both sides, only values near a rounding step differ.
         bound("worst block", float(measured.blocks.l2.max()), 2 * step)
         bound("median block", float(np.median(measured.blocks.l2)), step / 2)
     return wrong

@@ -1,4 +1,4 @@
-"""The other side of peer_program.py: transformers as an object, in its own process and environment."""
+"""transformers as an object; it runs peer_program.py in a process and environment of its own."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Transformers:
         return self._saved({"tokens": list(tokens), "rounded": rounded}, None)
 
     def blocks(self, tokens: Sequence[int], entering: NDArray[np.float32]) -> NDArray[np.float32]:
-        """What each block, alone, makes of its input, with the same rounding: (n_tokens, H_1.., n_embd).
+        """Output of each block run alone on its own input, with the same rounding: (n_tokens, H_1.., n_embd).
 
         :param entering: (n_tokens, H_0..H_n and anything, n_embd), float32.
         """

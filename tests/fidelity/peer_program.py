@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
 
-# What the kernel of a matrix takes its other operand as: `vec_dot_type` of ggml/src/ggml-cpu/ggml-cpu.c.
+# The type to which a matrix kernel converts its other operand, `vec_dot_type` of ggml-cpu/ggml-cpu.c.
 EIGHT_BITS = {
     "Q4_0": 32,
     "Q4_1": 32,

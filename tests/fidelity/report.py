@@ -11,7 +11,7 @@ from fidelity.results import Distance, Measured, MeasuredModel
 
 HEAD = """# Fidelity
 
-Made by `make fidelity` on {date}: every layer against transformers, live, on the same token ids. The bounds
+Made by `nox -s fidelity` on {date}: every layer against transformers, live, on the same token ids. The bounds
 are in tests/fidelity/measure.py; when one does not hold, nothing is written.
 
 {machine}; llamatap {llamatap}, engine {engine}; transformers {transformers}, torch {torch}.

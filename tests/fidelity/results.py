@@ -1,4 +1,4 @@
-"""What is measured of a model."""
+"""Results of measuring a model."""
 
 from __future__ import annotations
 

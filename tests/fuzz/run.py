@@ -33,7 +33,7 @@ MEMORY = 8 << 30  # bytes of address space
 
 
 def use(path: Path) -> None:
-    """What a person does with a model: everything that reads the file's numbers."""
+    """Use a model as a person would, through everything that reads the file's numbers."""
     with contextlib.suppress(lt.Error), lt.Model(path, vocab_only=True) as model:
         model.detokenize(model.tokenize("Hello \U0001f600 <s> world"))
         model.apply_chat_template([{"role": "user", "content": "Hi"}])
@@ -52,7 +52,7 @@ def use(path: Path) -> None:
 
 
 def child(path: Path) -> str:
-    """In the child: the name of what came of it."""
+    """Use a file in the child process; the name of the outcome."""
     try:
         use(path)
     except lt.Error as error:

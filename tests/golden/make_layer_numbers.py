@@ -1,6 +1,6 @@
 """Write tests/data/layer_numbers.json: what each entry of transformers' ``hidden_states`` is, by model class.
 
-    make golden
+    nox -s golden
 
 A small random model of each class is run with hooks on its blocks: what enters block i is H_i, what leaves
 the last one is H_n, and what a norm makes of H_n is norm(H_n). Each entry of ``hidden_states`` is then named
@@ -168,7 +168,7 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3_5ForCausalLM": ("qwen35", {"layer_types": HYBRID}),
     "Qwen3_5MoeForCausalLM": ("qwen35moe", {"layer_types": HYBRID}),
     "RobertaModel": ("bert", {}),
-    # Of the fourth generation, which the engine does not know; 6 and 7 are not in transformers.
+    # RWKV's fourth generation, unknown to the engine; 6 and 7 are not in transformers.
     "RwkvForCausalLM": ("rwkv", {}),
     "SeedOssForCausalLM": ("seed_oss", {}),
     "SmolLM3ForCausalLM": ("smollm3", {}),
@@ -216,7 +216,7 @@ def small_model(name: str, options: dict[str, Any]) -> Any:
 
 
 def stacks(model: torch.nn.Module) -> Iterable[tuple[str, torch.nn.ModuleList]]:
-    """The lists of blocks of texts; of what is nested, the outermost."""
+    """The lists of text blocks; only the outermost of nested ones."""
     found: list[str] = []
     for name, part in model.named_modules():
         if not isinstance(part, torch.nn.ModuleList) or len(part) != N or "vis" in name:
@@ -273,7 +273,7 @@ class Watched:
 
 
 def measure(name: str, arch: str, options: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """By name of the class, and of the half where there are two: what each entry is."""
+    """The meaning of each entry, by class name (and by half where a model has two)."""
     model = small_model(name, options)
     parts = list(stacks(model))
     ids = torch.tensor([TOKENS])

@@ -1,6 +1,6 @@
 """Write tests/data/smollm2_golden.npz: rows of SmolLM2's hidden states, as transformers computes them.
 
-    make golden
+    nox -s golden
 
 The weights are those of the GGUF file, dequantised to float32 by transformers itself. Its
 ``hidden_states[n]`` is norm(H_n); H_n is taken from a hook on the input of the final norm.
@@ -16,6 +16,10 @@ import numpy as np
 import torch
 import transformers
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from golden.common import from_gguf, save
+
 PROMPTS = [
     "The quick brown fox jumps over the lazy dog, and then it sleeps.",
     "<|im_start|>user\nWrite a haiku about rivers.<|im_end|>\n<|im_start|>assistant\n",
@@ -28,10 +32,7 @@ ROWS = [0, 1, 5, -2, -1]
 
 def main(model_file: str, target: str) -> None:
     path = Path(model_file)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    tokenizer, model = from_gguf(path, transformers.AutoModelForCausalLM)
     last: list[torch.Tensor] = []
     model.model.norm.register_forward_pre_hook(lambda module, inputs: last.append(inputs[0]))
     arrays: dict[str, Any] = {}
@@ -48,8 +49,7 @@ def main(model_file: str, target: str) -> None:
         arrays[f"states_{index}"] = np.stack([state[0, rows].numpy() for state in states], axis=1)
         arrays[f"logits_{index}"] = out.logits[0, -1].numpy()
     versions = f"transformers {transformers.__version__}, torch {torch.__version__}, {path.name}"
-    np.savez_compressed(target, prompts=np.array(PROMPTS), made_with=np.array(versions), **arrays)
-    print(f"{target}: {versions}")
+    save(target, versions, prompts=np.array(PROMPTS), **arrays)
 
 
 if __name__ == "__main__":

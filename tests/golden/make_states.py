@@ -1,6 +1,6 @@
-"""Write tests/data/states_golden.npz: transformers' ``hidden_states`` for tiny models of tests/python/tinies.
+"""Write tests/data/states_golden.npz: ``hidden_states`` of transformers for models of support/tiny_models.
 
-    make golden
+    nox -s golden
 
 Of architectures whose states transformers counts unlike Llama's, and of some where the converted files of
 others were seen to differ. The weights are those of the GGUF files, under transformers' names.
@@ -18,10 +18,11 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS / "python")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tinies import EPS, N_VOCAB, Tiny, decoders, mambas  # noqa: E402  found by the lines above
+from support.tiny_models import EPS, N_VOCAB, Tiny, decoders, mambas
+
+from golden.common import save
 
 N_TOKENS = 24
 
@@ -74,14 +75,18 @@ def halves(values: Array, n_head: int) -> Array:
     return np.concatenate([front, head[:, turns:]], axis=1).reshape(values.shape)
 
 
-def of_bamba(name: str, values: Array) -> tuple[str, Array]:
-    whole = {
+def outside_blocks(norm: str) -> dict[str, str]:
+    """Names of the tensors outside of blocks, in models that differ in the name of the last norm."""
+    return {
         "token_embd.weight": "model.embed_tokens.weight",
-        "output_norm.weight": "model.final_layernorm.weight",
+        "output_norm.weight": f"model.{norm}.weight",
         "output.weight": "lm_head.weight",
     }
-    if name in whole:
-        return whole[name], values
+
+
+def of_bamba(name: str, values: Array) -> tuple[str, Array]:
+    if name in (outside := outside_blocks("final_layernorm")):
+        return outside[name], values
     _, index, part = name.split(".", 2)
     block = f"model.layers.{index}."
     if part in ("attn_q.weight", "attn_k.weight"):
@@ -96,13 +101,8 @@ def of_bamba(name: str, values: Array) -> tuple[str, Array]:
 
 
 def of_afmoe(name: str, values: Array) -> tuple[str, Array]:
-    whole = {
-        "token_embd.weight": "model.embed_tokens.weight",
-        "output_norm.weight": "model.norm.weight",
-        "output.weight": "lm_head.weight",
-    }
-    if name in whole:
-        return whole[name], values
+    if name in (outside := outside_blocks("norm")):
+        return outside[name], values
     _, index, part = name.split(".", 2)
     parts = {
         **ATTENTION,
@@ -233,8 +233,7 @@ def main(target: str) -> None:
         # Other weights would be another model's: the generator of random numbers changed.
         arrays[f"{name}_embeddings"] = tiny.weights["token_embd.weight"][:4]
     versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
-    np.savez_compressed(target, made_with=np.array(versions), **arrays)
-    print(f"{target}: {versions}")
+    save(target, versions, **arrays)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Write tests/data/z_image_golden.npz: what diffusers' ZImagePipeline makes of prompts.
 
-    make golden
+    nox -s golden
 
-Its text encoder and tokenizer are those of the GGUF file of tests/python/tinies/z_image.py, read by
+Its text encoder and tokenizer are those of the GGUF file of tests/support/tiny_models/z_image.py, read by
 transformers; the chat template is Qwen3's own.
 """
 
@@ -19,10 +19,11 @@ import torch
 import transformers
 from diffusers import ZImagePipeline
 
-TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS / "python")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tinies.z_image import write_encoder  # noqa: E402  found by the lines above
+from support.tiny_models.z_image import write_encoder
+
+from golden.common import from_gguf, save
 
 PROMPTS = [
     "a lighthouse at dusk",
@@ -38,10 +39,7 @@ ROWS = 24
 def main(models: str, target: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         path = write_encoder(Path(scratch) / "tiny.gguf", Path(models))
-        tokenizer = transformers.AutoTokenizer.from_pretrained(scratch, gguf_file=path.name)
-        encoder = transformers.AutoModel.from_pretrained(
-            scratch, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        tokenizer, encoder = from_gguf(path, transformers.AutoModel)
     tokenizer.chat_template = (Path(models) / "templates" / "Qwen-Qwen3-0.6B.jinja").read_text("utf-8")
     seen: list[Any] = []
     encoder.embed_tokens.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
@@ -55,8 +53,7 @@ def main(models: str, target: str) -> None:
         arrays[f"tokens_{index}"] = seen[-1][0, : len(states)].numpy().astype(np.int32)
         arrays[f"states_{index}"] = states[-ROWS:].numpy()
     versions = f"diffusers {diffusers.__version__}, transformers {transformers.__version__}"
-    np.savez_compressed(target, prompts=np.array(PROMPTS), made_with=np.array(versions), **arrays)
-    print(f"{target}: {versions}")
+    save(target, versions, prompts=np.array(PROMPTS), **arrays)
 
 
 if __name__ == "__main__":

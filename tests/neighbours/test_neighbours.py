@@ -1,4 +1,4 @@
-"""Other native packages in the same process, imported before or after ours: `make neighbours`."""
+"""Other native packages in the same process, imported before or after ours: `nox -s neighbours`."""
 
 from __future__ import annotations
 

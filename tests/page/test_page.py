@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,18 +17,16 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
-
-from conftest import EXACT
-from serving import Running, running, tiny_options
-from tiny import TinyLlama
+from support.numerics import EXACT
+from support.paths import ROOT
+from support.servers import Running, running, tiny_options
+from support.tiny import TinyLlama
 
 import llamatap as lt
 from llamatap.extraction.extractor import Extractor
 from llamatap.serve import ServerOptions
 
-SHOTS = Path(__file__).parents[2] / "build" / "page"
+SHOTS = ROOT / "build" / "page"
 HOSTILE = '<img src=x onerror="window.hit = 1"><script>window.hit = 1</script>'
 
 
@@ -72,7 +69,7 @@ class Page:
             self.fill("#prompt", prompt)
         if layers is not None:
             self.fill("#layers", layers)
-        # So that what is waited for is not what was there before.
+        # Clear the old result first, so that the wait below is for the new one.
         self.script("document.querySelector('#map').replaceChildren()")
         self.one("#ask button").click()
 
@@ -90,7 +87,7 @@ class Page:
         self.one(f"[name=measure][value={name}]").click()
 
     def cells(self) -> NDArray[np.float64]:
-        """What the map says to a screen reader, (tokens, layers); NaN for none."""
+        """Values that the map gives to a screen reader, (tokens, layers); NaN where a cell is empty."""
         labels = self.script(
             "return [...document.querySelectorAll('#map tbody tr')].map("
             "(line) => [...line.querySelectorAll('td')].map((cell) => cell.ariaLabel))"
@@ -357,7 +354,7 @@ def test_the_policy_lets_no_other_script_run(page: Page, server: Running) -> Non
     page.driver.get_log("browser")
     page.driver.refresh()
     page.loaded().show("policy")
-    # The page alone breaks nothing of it.
+    # The page by itself violates nothing of its policy.
     assert page.driver.get_log("browser") == []
     page.script(
         "const box = document.body.appendChild(document.createElement('div'));"

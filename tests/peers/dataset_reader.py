@@ -1,5 +1,5 @@
 """Reads a data set of states as a trainer does, by the trainer's own code. Runs in its environment, without
-llamatap: `make test-peers`.
+llamatap: `nox -t peers`.
 
     python dataset_reader.py speculators|specforge FOLDER WIDTH N_LAYERS OUT.npz
 
@@ -18,7 +18,7 @@ import torch
 
 
 def speculators(folder: Path, width: int, n_layers: int) -> Iterator[dict[str, Any]]:
-    """Its data set, where nothing may be missing, through its collation and a loader with two workers."""
+    """Read through speculators' data set, collation and a loader with two workers; nothing may be missing."""
     from speculators.train.data import ArrowDataset, CollateFn
     from torch.utils.data import DataLoader
 
@@ -37,7 +37,7 @@ def speculators(folder: Path, width: int, n_layers: int) -> Iterator[dict[str, A
 
 
 def specforge(folder: Path, width: int, n_layers: int) -> Iterator[dict[str, Any]]:
-    """Its reader of offline features, which opens and checks each file, its store and its normalisation."""
+    """Read through SpecForge's reader of offline features, its store and its normalisation."""
     from specforge.algorithms.eagle3.data import build_offline_normalizer
     from specforge.runtime.data_plane.feature_store import LocalFeatureStore
     from specforge.runtime.data_plane.offline_reader import OfflineManifestReader

@@ -1,6 +1,6 @@
 """lm-eval scores a model through `llamatap serve`: its log-likelihoods are those of the model itself.
 
-The harness has an environment of its own: `make test-peers` makes it, and runs these tests. The tasks and
+The harness has an environment of its own: `nox -t peers` makes it, and runs these tests. The tasks and
 their data are written here; nothing is fetched but the model.
 """
 
@@ -9,24 +9,20 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
-
-from generating import log_softmax
-from test_serve_load import FLAGS, served
+from support.generation import log_softmax
+from support.paths import peer_python
+from support.servers import FLAGS, served
 
 import llamatap as lt
 from llamatap.fetch import fetch
 
-ROOT = Path(__file__).parents[2]
-HARNESS = ROOT / ".venv-lm-eval" / "bin" / "python"
+HARNESS = peer_python("lm-eval")
 
 QUESTIONS: list[tuple[str, list[str], int]] = [
     ("The capital of France is", ["London", "Paris", "Rome", "a kind of cheese"], 1),
@@ -110,8 +106,10 @@ def evaluated(
 
 
 def likelihood(model: lt.Model, before: list[int], tokens: list[int]) -> tuple[float, bool]:
-    """Of tokens after others: the sum of their log-probabilities, and whether they are the greedy ones; of a
-    plain decode whose rows are all outputs."""
+    """The summed log-probability of a continuation, and whether it is the greedy one.
+
+    Both come from a plain decode whose rows are all outputs.
+    """
     batch = lt.Batch()
     for position, token in enumerate([*before, *tokens]):
         batch.add(token, position, 0, True)

@@ -1,30 +1,26 @@
 """`llamatap serve` as the verifier of the speculators library, whose own code asks, reads and trains.
 
-The library has an environment of its own: `make test-peers` makes it, and runs these tests.
+The library has an environment of its own: `nox -t peers` makes it, and runs these tests.
 """
 
 from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
-
-from conftest import relative
-from test_serve_load import FLAGS, served
-from tiny import TinyLlama
-from verifier import write_verifier
+from support.numerics import relative
+from support.paths import ROOT, peer_python
+from support.servers import FLAGS, served
+from support.speculators_verifier import write_verifier
+from support.tiny import TinyLlama
 
 from reference import decoder
 
-ROOT = Path(__file__).parents[2]
-TRAINER = ROOT / ".venv-speculators" / "bin" / "python"
+TRAINER = peer_python("speculators")
 
 #: As vLLM counts: k is what enters block k. H_n is added as the last.
 LAYERS = (1, 2, 3)
@@ -37,7 +33,7 @@ def tiny() -> TinyLlama:
 
 @pytest.fixture
 def work(tiny: TinyLlama, tmp_path: Path) -> Path:
-    """What a trainer has: rows of tokens, and the verifier as transformers has it."""
+    """A trainer's folder: rows of tokens, and the verifier as transformers has it."""
     rng = np.random.default_rng(3)
     rows = [rng.integers(3, tiny.n_vocab, length).tolist() for length in rng.integers(3, 120, 32).tolist()]
     work = tmp_path / "work"
@@ -52,7 +48,7 @@ def work(tiny: TinyLlama, tmp_path: Path) -> Path:
 
 
 def trained(what: str, work: Path, tiny: TinyLlama, dtype: str) -> None:
-    """Have the trainer do something with a server of the model."""
+    """Run the trainer against a server of the model."""
     path = tiny.write(work / "tiny.gguf")
     command: list[str | Path] = [
         "--model",
@@ -75,7 +71,7 @@ def trained(what: str, work: Path, tiny: TinyLlama, dtype: str) -> None:
 
 
 def checked(found: Iterator[tuple[list[int], np.ndarray]], tiny: TinyLlama, tolerance: float) -> int:
-    """Compare states with the formula; how many."""
+    """Compare states with the formula. Returns how many there were."""
     n = 0
     for tokens, states in found:
         streams, _, _ = decoder.forward(tiny.shape(), tiny.weights, tiny.entering(np.array(tokens, np.int32)))

@@ -1,5 +1,6 @@
-"""What a trainer of drafters does with a verifier, by the speculators library's own code. Runs in its
-environment, without llamatap: `make test-peers`.
+"""A trainer of drafters with a verifier, by the speculators library's own code.
+
+Runs in that library's environment, without llamatap: `nox -s speculators`.
 
     python trainer.py states|train URL FOLDER
 
@@ -33,7 +34,7 @@ from speculators.train.optimizers import build_optimizers
 from speculators.train.trainer import TrainerConfig
 from torch.utils.data import DataLoader
 
-#: As in FOLDER/verifier and as the server was told.
+#: The same as in FOLDER/verifier and on the server's command line.
 LAYERS = [1, 2, 3]
 WIDTH = 64
 N_VOCAB = 259
@@ -42,12 +43,12 @@ Found = Iterator[tuple[list[int], torch.Tensor]]
 
 
 def speculators(*arguments: str | Path) -> None:
-    """Its command."""
+    """Run the library's command."""
     subprocess.run([Path(sys.executable).parent / "speculators", *map(str, arguments)], check=True)
 
 
 def prepared(folder: Path) -> Path:
-    """Its data set of the rows."""
+    """Make the library's data set of the rows."""
     data = folder / "data"
     if not data.exists():
         speculators(
@@ -58,7 +59,7 @@ def prepared(folder: Path) -> Path:
 
 
 def requests(url: str, folder: Path) -> Found:
-    """Each prompt by one of its two clients; the files are read, checked and deleted."""
+    """Send each prompt by one of the library's two clients; files are read, checked and deleted."""
     transfer = FileTransfer(folder)
     prompts = [row["input_ids"].tolist() for row in load_from_disk(prepared(folder))]
     with openai.OpenAI(base_url=url, api_key="EMPTY", max_retries=0) as client:
@@ -80,7 +81,7 @@ def requests(url: str, folder: Path) -> Found:
 
 
 def dataset(url: str, folder: Path) -> Found:
-    """Its data set, which asks for what is missing, through a loader with two workers."""
+    """Load the library's data set, which requests missing states, with two workers."""
     rows = load_from_disk(prepared(folder))
     # The layers, and the last one for the targets.
     collate = CollateFn(256, WIDTH, len(LAYERS), dtype=torch.float32)
@@ -97,7 +98,7 @@ def dataset(url: str, folder: Path) -> Found:
 
 
 def offline(url: str, folder: Path) -> Found:
-    """Its command that writes a data set of states."""
+    """Run the library's command that writes a data set of states."""
     speculators(
         *("generate-offline-data", "--endpoint", url, "--preprocessed-data", prepared(folder)),
         *("--concurrency", "8", "--validate-outputs", "--output", folder / "hidden_states"),
@@ -141,7 +142,7 @@ def train(url: str, folder: Path) -> None:
         transfer=FileTransfer(folder / "none"),
         vllm_endpoint=url,
         on_missing="generate",
-        # As its trainer: the server must call the model by the verifier's name.
+        # Its trainer asks for the model by the verifier's name.
         model=verifier,
     )
     collate = CollateFn(1024, WIDTH, len(LAYERS), dtype=torch.float32, preprocess=shift_batch)

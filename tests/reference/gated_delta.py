@@ -90,7 +90,7 @@ def delta_rule(q: Array, k: Array, v: Array, decay: Array, beta: Array) -> Array
 
 
 def delta_net(shape: Shape, w: dict[str, Array], x: Array) -> Array:
-    """What a gated delta net gives for (tokens, width); `w` holds the tensors of its block."""
+    """Output of a gated delta net for (tokens, width); `w` holds the tensors of its block."""
     n, heads, width = len(x), len(w["ssm_a"]), len(w["ssm_norm.weight"])
     mixed = silu(causal_convolution(x @ w["attn_qkv.weight"].T, w["ssm_conv1d.weight"]))
     keys = shape.n_key_heads * width
@@ -111,7 +111,7 @@ def delta_net(shape: Shape, w: dict[str, Array], x: Array) -> Array:
 
 
 def gated_attention(shape: Shape, w: dict[str, Array], x: Array) -> Array:
-    """What full attention gives for (tokens, width); `w` holds the tensors of its block."""
+    """Output of full attention for (tokens, width); `w` holds the tensors of its block."""
     n, positions = len(x), np.arange(len(x))
     q, gate = np.split((x @ w["attn_q.weight"].T).reshape(n, shape.n_head, -1), 2, axis=-1)
     k = (x @ w["attn_k.weight"].T).reshape(n, shape.n_head_kv, -1)

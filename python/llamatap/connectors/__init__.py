@@ -1,7 +1,8 @@
-"""Where states go when they are not for this process alone, by name: files, shared memory, a function.
+"""Connectors: pass states to other processes through files, shared memory or a function.
 
-A connector writes with ``put`` and reads as speculators' transfers do: ``setup``, ``get_cached``,
-``get_generated``, ``delete``. Packages add others as entry points of the group ``llamatap.connectors``.
+A connector writes with ``put`` and reads with the methods of speculators' transfers: ``setup``,
+``get_cached``, ``get_generated``, ``delete``. Other packages add connectors as entry points of the group
+``llamatap.connectors``.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from llamatap._validate import shown
-from llamatap.connectors.base import Connector, Stored
 from llamatap.connectors.callback import CallbackConnector
 from llamatap.connectors.collector import Collector
+from llamatap.connectors.connector import Connector, Stored
 from llamatap.connectors.dlpack import DLPackArray
 from llamatap.connectors.files import FileConnector
 from llamatap.connectors.shared_memory import SharedMemoryConnector
@@ -32,15 +33,15 @@ __all__ = [
 
 
 def connectors() -> dict[str, str]:
-    """The connectors there are: their names, and where each is, as ``module:class``."""
+    """The installed connectors: names, and classes as ``module:class``."""
     return {entry.name: entry.value for entry in entry_points(group="llamatap.connectors")}
 
 
 def connect(name: str, /, **options: Any) -> Connector:
     """Make a connector by its name.
 
-    :param options: those of its class, e.g. ``folder`` of "files".
-    :raises InvalidInputError: there is none of that name, or an option is wrong.
+    :param options: the options of its class, e.g. ``folder`` of "files".
+    :raises InvalidInputError: there is no connector of that name, or an option is wrong.
     """
     found = [entry for entry in entry_points(group="llamatap.connectors") if entry.name == name]
     if not found:

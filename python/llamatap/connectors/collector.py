@@ -13,36 +13,37 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from llamatap._validate import instance, number, shown
-from llamatap.connectors.base import Connector
+from llamatap.connectors.connector import Connector
 from llamatap.errors import InvalidInputError
 from llamatap.generation.results import Generation, whole_states
 from llamatap.states import DTYPES, States, dtype_name
 
 __all__ = ["Collector"]
 
-#: Errors of the system for a full disk or quota.
+#: System errors for a full disk or quota.
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
 #: Seconds between tries.
 _INTERVAL = 0.05
 
 
 class Collector:
-    """Puts each generation as its text ends: to be given to :func:`llamatap.generate` as ``on_states``, with
-    ``states="full"``, ``prompt_states=True`` and ``layers``. They have the indices 0, 1, 2, ..., in that
-    order; what had them before is replaced. A sample that cannot be put is dropped, and the other texts go
-    on. Any thread may call it.
+    """Puts each generation through a connector as soon as it is finished. Thread-safe.
 
-    :param connector: where they are put.
-    :param wait: for how many seconds a sample waits for room, which a reader makes with
-        :meth:`Connector.delete`; no text goes on meanwhile. After that it is dropped. 0: at once.
-    :param dtype: what states are converted to; None keeps them.
+    An ``on_states`` callback for :func:`llamatap.generate`, with ``states="full"``, ``prompt_states=True``
+    and ``layers``. The samples get the indices 0, 1, 2, ... in the order in which they finish, and replace
+    those that had them. A sample that cannot be put is dropped, and the other generations go on.
+
+    :param connector: the connector.
+    :param wait: the seconds that a sample waits for room, which a reader makes with
+        :meth:`Connector.delete`, before it is dropped; generation stands still meanwhile.
+    :param dtype: dtype that states are converted to; None keeps theirs.
     :raises InvalidInputError: an argument is wrong.
     """
 
     def __init__(
         self, connector: Connector, *, wait: float = 0.0, dtype: DTypeLike | str | None = "bfloat16"
     ) -> None:
-        # Imported here: not needed for reading alone.
+        # Imported here, because reading does not need it.
         from llamatap.dataset.samples import Samples
 
         instance("connector", connector, Connector)
@@ -59,8 +60,8 @@ class Collector:
     def __call__(self, generation: Generation) -> None:
         """Put a generation, or drop it.
 
-        :raises InvalidInputError: it has no state of each generated token.
-        :raises OSError: it cannot be put for another reason than that there is no room.
+        :raises InvalidInputError: a generated token has no state.
+        :raises OSError: it cannot be put, for another reason than want of room.
         """
         instance("generation", generation, Generation)
         states, generated = whole_states(generation, self._dtype)
@@ -69,6 +70,7 @@ class Collector:
                 self._dropped[reason] += 1
 
     def _put(self, states: States, generated: NDArray[np.float32]) -> str | None:
+        """Put a sample. Returns the reason if it was dropped."""
         if not generated[1:].any():
             return "no generated token to predict"
         if states.nonfinite_layers():
@@ -88,25 +90,27 @@ class Collector:
             time.sleep(min(left, _INTERVAL))
 
     def __len__(self) -> int:
-        """How many were put."""
+        """The number of samples that were put."""
         return len(self._samples)
 
     @property
     def dropped(self) -> dict[str, int]:
-        """How many were not put, by reason: "no room", "NaN or infinity in the states", "no generated token
-        to predict"."""
+        """The number of dropped samples by reason: "no room", "NaN or infinity in the states", "no generated
+        token to predict"."""
         return dict(self._dropped)
 
     def write_dataset(self, folder: str | os.PathLike[str]) -> None:
-        """Write the data set of what was put so far, which speculators' ``ArrowDataset`` needs beside the
-        states: token ids and loss masks, of the row i those of the index i. Another time it is replaced.
+        """Write the Arrow data set of the samples that were put so far; replaces an earlier one.
 
-        :param folder: is made where it is not there.
+        speculators' ``ArrowDataset`` needs it beside the states: row i has the token ids and the loss mask of
+        the sample with index i.
+
+        :param folder: the folder to write to; created if missing.
         :raises InvalidInputError: nothing was put.
         :raises UnsupportedError: pyarrow is not installed.
         :raises OSError: it cannot be written.
         """
-        from llamatap.dataset.layouts._arrow import write_dataset
+        from llamatap.dataset.layouts.arrow_dataset import write_dataset
 
         with self._lock:
             if not self._samples:

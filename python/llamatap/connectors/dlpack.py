@@ -1,4 +1,4 @@
-"""Arrays for other libraries by DLPack, bfloat16 among them, of which NumPy exports none."""
+"""DLPack export of arrays to other libraries, including bfloat16, which NumPy does not export."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from llamatap.states import DTYPES
 
 __all__ = ["DLPackArray"]
 
-# https://dmlc.github.io/dlpack/latest/c_api.html: kDLCPU, kDLBfloat, and in a DLManagedTensor the place of
-# DLDataType.code, after a pointer, DLDevice (two int32) and ndim (int32).
+# https://dmlc.github.io/dlpack/latest/c_api.html: kDLCPU, kDLBfloat, and the offset of DLDataType.code in a
+# DLManagedTensor, after a pointer, DLDevice (two int32) and ndim (int32).
 _CPU = (1, 0)
 _BFLOAT = 4
 _CODE_OFFSET = ctypes.sizeof(ctypes.c_void_p) + 12
@@ -25,14 +25,14 @@ _pointer_of.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
 class DLPackArray:
-    """An array for the ``from_dlpack`` of any library, which has it in the same memory:
+    """An array for the ``from_dlpack`` of any library, without a copy:
     ``torch.from_dlpack(DLPackArray(stored["hidden_states"]))``.
 
-    What it gives may be written to, which reaches all that share the memory: of what a connector reads no
-    other process, and no other reading.
+    The result may be written to, which changes all arrays that share the memory. Arrays that a connector read
+    share it with no other process and no other call.
 
-    :param array: such as what a connector reads: bfloat16, or what NumPy exports; of read-only ones only
-        those whose memory may be written to. The memory lives as long as what is made of it.
+    :param array: an array, e.g. one that a connector read: bfloat16, or a dtype that NumPy exports. A
+        read-only array must have memory that may be written to. The result keeps the memory alive.
     :raises InvalidInputError: it is no array, or its memory may not be written to.
     """
 
@@ -41,7 +41,7 @@ class DLPackArray:
             raise InvalidInputError(f"expected a NumPy array, found {type(array).__name__}")
         bits = array.view(np.uint16) if array.dtype == DTYPES["bfloat16"] else array.view()
         try:
-            # DLPack before 1.0 knows nothing that is read-only.
+            # DLPack before 1.0 has no read-only arrays.
             bits.flags.writeable = True
         except ValueError as error:
             raise InvalidInputError("the array's memory may not be written to; give a copy of it") from error
@@ -49,7 +49,7 @@ class DLPackArray:
         self._is_bfloat = array.dtype == DTYPES["bfloat16"]
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """The CPU."""
+        """The device: the CPU."""
         return _CPU
 
     def __dlpack__(
@@ -60,10 +60,10 @@ class DLPackArray:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """The capsule, a ``DLManagedTensor``, which consumers of all versions take; arguments as in the array
-        API standard.
+        """The capsule, a ``DLManagedTensor``, which consumers of all versions take. The arguments are those
+        of the array API standard.
 
-        :raises BufferError: for another device than the CPU, or of a dtype that DLPack does not have.
+        :raises BufferError: another device than the CPU is asked for, or DLPack does not have the dtype.
         """
         if dl_device is not None and tuple(dl_device) != _CPU:
             raise BufferError(f"the memory is the CPU's, {_CPU}, not {dl_device}")

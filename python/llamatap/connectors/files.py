@@ -1,4 +1,4 @@
-"""States in files of a folder: the safetensors files that speculators' ``FileTransfer`` reads, too."""
+"""Connector to a folder of safetensors files, which speculators' ``FileTransfer`` reads as well."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from llamatap._validate import integer, shown
-from llamatap.connectors.base import Connector, Stored, Transfer, tensors_of
+from llamatap.connectors.connector import Connector, Stored, Transfer, tensors_of
 from llamatap.errors import InvalidInputError
 from llamatap.states import DTYPES, States, write_tensors
 
 __all__ = ["FileConnector", "read_mapped"]
 
-# https://huggingface.co/docs/safetensors: 8 bytes with the length of the header, little-endian; the header,
-# JSON; the data.
+# Dtypes of safetensors files that a connector writes.
 _DTYPES = {
     "F32": DTYPES["float32"],
     "F16": DTYPES["float16"],
@@ -31,11 +30,11 @@ _DTYPES = {
 
 
 class FileConnector(Connector):
-    """A folder of safetensors files, one a sample: ``hs_INDEX.safetensors``, or of a name of its own. A file
-    appears whole or not at all.
+    """Connector to a folder of safetensors files, one a sample: ``hs_INDEX.safetensors``, or a random name
+    without an index. A file appears whole or not at all.
 
-    :param folder: is made where it is not there.
-    :raises OSError: it cannot be made.
+    :param folder: the folder; created if missing.
+    :raises OSError: it cannot be created.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -45,7 +44,7 @@ class FileConnector(Connector):
     def put(
         self, states: States, *, index: int | None = None, loss_mask: ArrayLike | None = None
     ) -> Transfer:
-        """See :meth:`Connector.put`; the file's metadata are :attr:`llamatap.States.provenance`."""
+        """See :meth:`Connector.put`. The metadata of the file is :attr:`llamatap.States.provenance`."""
         path = self._path(index)
         self._write(path, tensors_of(states, loss_mask), states)
         return {"handle": str(path), "hidden_states_path": str(path)}
@@ -58,16 +57,16 @@ class FileConnector(Connector):
         return self.folder / f"{name}.safetensors"
 
     def get_cached(self, file_idx: int) -> Stored | None:
-        """See :meth:`Connector.get_cached`: read-only arrays, which share the file's memory.
+        """See :meth:`Connector.get_cached`. The arrays are read-only and share the file's memory.
 
-        :raises InvalidInputError: the file is none of these.
+        :raises InvalidInputError: the file is not one of a connector.
         """
         return read_mapped(self._path(file_idx))
 
     def get_generated(self, hs_transfer_params: Mapping[str, object]) -> Stored | None:
-        """See :meth:`Connector.get_generated`: read-only arrays, which share the file's memory.
+        """See :meth:`Connector.get_generated`. The arrays are read-only and share the file's memory.
 
-        :raises InvalidInputError: the parameters name no file of the folder, or it is none of these.
+        :raises InvalidInputError: the parameters name no file of the folder, or not one of a connector.
         """
         handle = hs_transfer_params.get("hidden_states_path") or hs_transfer_params.get("handle")
         return read_mapped(self._own(handle))
@@ -80,7 +79,7 @@ class FileConnector(Connector):
         self._own(handle).unlink(missing_ok=True)
 
     def _own(self, handle: object) -> Path:
-        """Handles come from elsewhere: no file of another folder is read or removed."""
+        """The file of a handle. Handles are untrusted: no file of another folder is read or removed."""
         path = Path(handle) if isinstance(handle, str) else Path()
         if path.parent != self.folder or path.suffix != ".safetensors":
             raise InvalidInputError(f"expected a file of {self.folder}, found {shown(handle)}")
@@ -88,20 +87,21 @@ class FileConnector(Connector):
 
 
 def read_mapped(path: Path) -> Stored | None:
-    """The arrays of a file, read-only, in its own memory pages: no copy is made. None where there is no file.
+    """The arrays of a file, read-only, in its own memory pages, which safetensors' reader would copy. None if
+    there is no file.
 
-    :raises InvalidInputError: the file is none of a connector's.
+    :raises InvalidInputError: the file is not one of a connector.
     """
     try:
         with path.open("rb") as file:
-            # Private pages: should something write into them all the same, nobody else sees it.
+            # Private pages: writes to them, should there be any, stay in this process.
             pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except FileNotFoundError:
         return None
     except ValueError as error:
         raise InvalidInputError(f"{path} holds no states: {error}") from error
     try:
-        header, begin = header_of(pages)
+        header, begin = _header(pages)
         found = {}
         for name, entry in header.items():
             if name == "__metadata__":
@@ -120,8 +120,10 @@ def read_mapped(path: Path) -> Stored | None:
     return found
 
 
-def header_of(pages: mmap.mmap) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file, and where its data begin.
+def _header(pages: mmap.mmap) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, and the offset of its data.
+
+    The format is: the length of the header, 8 bytes, little-endian; the header, JSON; the data.
 
     :raises ValueError: it has none.
     """

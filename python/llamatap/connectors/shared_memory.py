@@ -1,4 +1,4 @@
-"""States in the memory of this machine, for a trainer in another process."""
+"""Connector to shared memory, for a trainer in another process on this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import errno
 import functools
-import mmap
 import os
 import shutil
 import tempfile
@@ -17,36 +16,37 @@ from pathlib import Path
 from typing import Any
 
 from llamatap._validate import integer, shown
-from llamatap.connectors.base import Stored
-from llamatap.connectors.files import FileConnector, header_of
+from llamatap.connectors.connector import Stored
+from llamatap.connectors.files import FileConnector
 from llamatap.errors import InvalidInputError
 from llamatap.states import States, write_tensors
 from llamatap.storage import locks
 
 __all__ = ["SharedMemoryConnector"]
 
-#: Prefix of the name of a writer's own folder.
+#: Prefix of the names of writers' folders.
 _PREFIX = "writer-"
 
 
 class SharedMemoryConnector(FileConnector):
-    """Files in memory (tmpfs) that a reader maps: its arrays are the pages that were written, read-only and
-    without a copy. A sample's memory is free when it was deleted and the last array of it is gone.
+    """Connector to files in memory (tmpfs), which readers map: their arrays are the pages that were written,
+    read-only and without a copy. The memory of a sample is freed once it was deleted and its last array is
+    gone.
 
-    A sample lives no longer than the process that put it, which removes what is left of its own as it exits.
-    What those have left that were killed, or end by ``os._exit`` (multiprocessing's forked ones do), is
-    removed by the next connector of the same name, one that only reads, too.
+    A sample lives no longer than the process that put it: a process removes its samples at exit. Samples of
+    processes that were killed, or ended with ``os._exit`` (as multiprocessing's forked children do), are
+    removed by the next connector of the same name, also by one that only reads.
 
-    :param name: the same for those who write and those who read.
-    :param max_bytes: the most that all samples of that name which are there to be read take together; one
-        that does not fit is refused with an ``OSError`` (``ENOSPC``), for the writer to wait until others are
-        deleted, or to stop (:class:`~llamatap.connectors.Collector` does either). What was deleted or
-        replaced, and is held as an array by a reader still, takes memory beyond it. Writers that put at the
-        same moment may exceed it by a sample each. None for half of the file system's size (of ``/dev/shm``:
-        usually a quarter of the machine's memory).
-    :raises InvalidInputError: it is no name, or no number of bytes.
-    :raises PermissionError: the folder of that name is another user's.
-    :raises OSError: the folder cannot be made.
+    :param name: the name, the same for writers and readers.
+    :param max_bytes: the most that all readable samples of the name take together. A sample that does not fit
+        raises ``OSError`` (``ENOSPC``): the writer can wait until others are deleted, or stop
+        (:class:`~llamatap.connectors.Collector` does either). Deleted or replaced samples that a reader still
+        holds as arrays are not counted. Writers that put at the same moment may exceed the limit by a sample
+        each. None for half of the file system's size (of ``/dev/shm``: usually a quarter of the machine's
+        memory).
+    :raises InvalidInputError: the name or the number of bytes is wrong.
+    :raises PermissionError: the folder of the name belongs to another user.
+    :raises OSError: the folder cannot be created.
     """
 
     def __init__(self, name: str = "default", *, max_bytes: int | None = None) -> None:
@@ -59,7 +59,9 @@ class SharedMemoryConnector(FileConnector):
         for folder in (base, base / name):
             folder.mkdir(mode=0o700, exist_ok=True)
             if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
-                raise PermissionError(f"{folder} is not this user's")
+                raise PermissionError(
+                    f"{folder} belongs to another user; have it removed, or give another name"
+                )
         super().__init__(base / name)
         self.max_bytes = shutil.disk_usage(self.folder).total // 2 if max_bytes is None else max_bytes
         self._lock = threading.Lock()
@@ -68,11 +70,11 @@ class SharedMemoryConnector(FileConnector):
         self.setup()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In another process, such as a loader's worker, it is a writer of its own."""
+        """Pickle as a new connector: in another process, such as a loader's worker, it is another writer."""
         return functools.partial(type(self), max_bytes=self.max_bytes), (self.folder.name,)
 
     def setup(self) -> None:
-        """Remove what processes left that are dead."""
+        """Remove the samples of dead processes."""
         _remove_leftovers(self.folder)
 
     def _write(self, path: Path, tensors: Stored, states: States) -> None:
@@ -80,7 +82,7 @@ class SharedMemoryConnector(FileConnector):
         self._check_room(path, sum(array.nbytes for array in tensors.values()))
         scratch = writer / path.name
         write_tensors(scratch, tensors, {**states.provenance, "writer": writer.name})
-        # Whoever puts samples into the folder, or removes another's, waits.
+        # Others that put samples, or remove a dead writer's, wait.
         with locks.locked(self.folder):
             scratch.replace(path)
 
@@ -97,7 +99,7 @@ class SharedMemoryConnector(FileConnector):
             )
 
     def _taken(self, path: Path) -> int:
-        """Bytes of all samples but the one that is replaced."""
+        """Bytes of all samples except the one that is replaced."""
         taken = 0
         with os.scandir(self.folder) as entries:
             for entry in entries:
@@ -107,7 +109,7 @@ class SharedMemoryConnector(FileConnector):
         return taken
 
     def _as_writer(self) -> Path:
-        """The folder of this process, whose lock lasts as long as it lives."""
+        """The folder of this process, which it locks as long as it lives."""
         with self._lock:
             if self._writer is None or self._process != os.getpid():
                 self._process = os.getpid()
@@ -117,7 +119,7 @@ class SharedMemoryConnector(FileConnector):
 
 
 def _at_exit(writer: Path, process: int) -> None:
-    # Children that were forked have this from their parent, whose samples they leave alone.
+    # A forked child inherits this call, and leaves its parent's samples alone.
     if os.getpid() == process:
         with contextlib.suppress(FileNotFoundError):
             _remove_writer(writer)
@@ -128,8 +130,8 @@ def _locked_folder(parent: Path) -> Path:
         folder = parent / f"{_PREFIX}{uuid.uuid4().hex}"
         folder.mkdir(mode=0o700)
         handle = locks.acquire(folder)
-        # Another one may have taken it for a leftover before it was locked. The handle is never closed: the
-        # system does that when the process ends, however it ends.
+        # Another process may have removed it as a leftover before it was locked. The lock is never released:
+        # the system does that when the process ends, however it ends.
         if folder.is_dir():
             return folder
         locks.release(handle)
@@ -144,7 +146,7 @@ def _remove_leftovers(parent: Path) -> None:
 
 def _remove_writer(writer: Path) -> None:
     for path in writer.parent.glob("*.safetensors"):
-        # Nobody puts another sample in its place between the look and the removal.
+        # Nobody replaces the sample between the check and the removal.
         with locks.locked(writer.parent):
             if _writer_of(path) == writer.name:
                 path.unlink(missing_ok=True)
@@ -153,6 +155,7 @@ def _remove_writer(writer: Path) -> None:
 
 @contextlib.contextmanager
 def _if_dead(folder: Path) -> Iterator[bool]:
+    """Whether the process of a writer's folder is dead; locks the folder of a dead one."""
     try:
         handle = locks.acquire(folder, wait=False)
     except BlockingIOError:
@@ -164,11 +167,13 @@ def _if_dead(folder: Path) -> Iterator[bool]:
         locks.release(handle)
 
 
-def _writer_of(path: Path) -> object:
+def _writer_of(path: Path) -> str | None:
+    """The name of the folder of the process that wrote a sample."""
+    from safetensors import SafetensorError, safe_open
+
     with (
-        contextlib.suppress(FileNotFoundError, ValueError, AttributeError),
-        path.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages,
+        contextlib.suppress(FileNotFoundError, SafetensorError),
+        safe_open(path, framework="np") as file,
     ):
-        return header_of(pages)[0].get("__metadata__", {}).get("writer")
+        return (file.metadata() or {}).get("writer")
     return None

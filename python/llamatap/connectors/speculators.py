@@ -1,8 +1,7 @@
-"""Any connector as a transfer of the speculators library, whose trainer then reads from it. Needs the extra
-``llamatap[train]``.
+"""Transfer of the speculators library: its trainer reads from any connector.
 
-``python -m llamatap.connectors.speculators train --hidden-states-backend llamatap ...`` is its command
-``speculators train`` with connectors for a back end.
+Needs the extra ``llamatap[train]``. ``python -m llamatap.connectors.speculators train
+--hidden-states-backend llamatap ...`` is the command ``speculators train`` with connectors as a back end.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 from llamatap._extras import needs
 from llamatap.connectors import connect
-from llamatap.connectors.base import Connector, Stored
+from llamatap.connectors.connector import Connector, Stored
 from llamatap.errors import InvalidInputError, UnsupportedError
 from llamatap.train.pytorch import tensor_of
 
@@ -25,10 +24,10 @@ __all__ = ["ConnectorBackend", "SpeculatorsTransfer", "register"]
 
 
 class SpeculatorsTransfer:
-    """For ``speculators.train.data.ArrowDataset(transfer=)``: what a connector reads, as PyTorch tensors in
-    the same memory. Layers as speculators counts them, with H_n (-1) as the last.
+    """Transfer for ``speculators.train.data.ArrowDataset(transfer=)``: reads samples from a connector, as
+    PyTorch tensors without a copy. The layers must be those that speculators expects, H_n (-1) the last.
 
-    :param connector: where samples are put.
+    :param connector: the connector to read from.
     """
 
     def __init__(self, connector: Connector) -> None:
@@ -56,8 +55,8 @@ def _tensors(stored: Stored | None) -> dict[str, torch.Tensor] | None:
 
 
 class ConnectorBackend:
-    """Back end for ``hs_connectors.HiddenStatesBackend`` (0.9.0): options of ``speculators train``, and the
-    transfer made from them."""
+    """Back end for ``hs_connectors.HiddenStatesBackend`` (0.9.0): the options of ``speculators train``, and
+    the transfer made from them."""
 
     @staticmethod
     def add_train_args(parser: argparse.ArgumentParser) -> None:
@@ -75,11 +74,11 @@ class ConnectorBackend:
 
     @staticmethod
     def add_launch_args(parser: argparse.ArgumentParser) -> None:
-        """None: it is llamatap that computes states, not vLLM."""
+        """Add nothing: vLLM is not launched, because llamatap computes the states."""
 
     @staticmethod
     def from_train_args(args: argparse.Namespace, data_path: str) -> SpeculatorsTransfer:
-        """The transfer that the options ask for.
+        """Make the transfer that the options ask for.
 
         :raises InvalidInputError: there is no such connector, or its options are wrong.
         """
@@ -94,18 +93,21 @@ class ConnectorBackend:
 
     @staticmethod
     def build_kv_transfer_config(args: argparse.Namespace) -> dict[str, Any]:
+        """Refuse: llamatap computes the states, not vLLM.
+
+        :raises UnsupportedError: always.
         """
-        :raises UnsupportedError: always; it is llamatap that computes states, not vLLM.
-        """
-        raise UnsupportedError("vLLM does not put states into llamatap's connectors; llamatap does")
+        raise UnsupportedError(
+            "vLLM does not put states into llamatap's connectors, llamatap does: put them with a connector, "
+            "and start speculators train without vLLM"
+        )
 
 
 def register() -> None:
-    """Make connectors a back end of ``speculators train``, by the name of "llamatap". Another time does
-    nothing.
+    """Register connectors as the back end "llamatap" of ``speculators train``. A second call does nothing.
 
     :raises UnsupportedError: speculators is not installed, or ``speculators.train`` was imported before: it
-        reads the back ends' options as it is.
+        reads the options of the back ends on import.
     """
     try:
         from hs_connectors import HiddenStatesBackend
@@ -115,13 +117,13 @@ def register() -> None:
         return
     if "speculators.train.config.resolution" in sys.modules:
         raise UnsupportedError(
-            "register before speculators.train is imported, which reads the back ends then"
+            "register the back end before speculators.train is imported, which reads its back ends then"
         )
     HiddenStatesBackend.register("llamatap")(ConnectorBackend)
 
 
 def main() -> None:
-    """The command ``speculators``, with the back end."""
+    """Run the command ``speculators`` with the back end."""
     register()
     from speculators.cli import app
 
@@ -129,7 +131,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # By the name that a loader's workers know it by.
+    # Under its module name, so that a loader's workers can unpickle it.
     from llamatap.connectors.speculators import main as run
 
     run()

@@ -1,9 +1,9 @@
-"""Data sets of hidden states, on disk: what trainers of drafters and probes read.
+"""Data sets of hidden states on disk, for trainers of drafters and probes.
 
 >>> from llamatap import dataset                                                        # doctest: +SKIP
 >>> dataset.write(model, "chats.jsonl", "states", dataset.Options(layers=[2, 15, 27]))  # doctest: +SKIP
 
-The command ``llamatap dataset`` does the same; docs/datasets.md tells of inputs, loss masks and layouts.
+The command ``llamatap dataset`` does the same; docs/datasets.md describes inputs, loss masks and layouts.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from llamatap.dataset._job import Job, Progress, Report
+from llamatap.dataset.job import Job, Progress, Report
 from llamatap.dataset.layouts import LAYOUTS
-from llamatap.dataset.options import Options
-from llamatap.dataset.rows import Row, read_rows
-from llamatap.dataset.samples import Sample, Samples
+from llamatap.dataset.options import DatasetOptions as Options
+from llamatap.dataset.row_files import Row, read_rows
+from llamatap.dataset.samples import Samples
+from llamatap.dataset.samples import TokenSample as Sample
 from llamatap.model import Model
 
 __all__ = ["LAYOUTS", "Job", "Options", "Report", "Sample", "Samples", "read_rows", "write"]
@@ -29,11 +30,11 @@ def write(
     *,
     progress: Progress | None = None,
 ) -> Report:
-    """Write the states of samples: :class:`Job`, and its :meth:`Job.run` at once.
+    """Write the states of samples: make a :class:`Job` and run it.
 
     :raises InvalidInputError: the input or an option is wrong, or the folder holds something else.
     :raises UnsupportedError: the model carries no single residual stream, or a package is missing.
     :raises BusyError: another run is writing to the folder.
-    :raises OSError: it cannot be read or written, or there is no room. What was written stays.
+    :raises OSError: files cannot be read or written, or there is no room. What was written stays.
     """
     return Job(model, samples, folder, options).run(progress)

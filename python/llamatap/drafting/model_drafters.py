@@ -18,7 +18,7 @@ from llamatap.drafting.draft_length import MaxTokens, check_shortest, checked_n_
 from llamatap.drafting.drafter import Drafter
 from llamatap.drafting.native_drafter import NativeDrafter
 from llamatap.drafting.ngram import NGramDrafter
-from llamatap.drafting.speculative_context import SpeculativeContext
+from llamatap.drafting.speculative_context import SpeculativeContext, call_at_close
 from llamatap.errors import InvalidInputError
 from llamatap.loaded_model import LoadedModel
 from llamatap.states import States
@@ -127,11 +127,7 @@ class SpeculativeDrafter(NativeDrafter):
         self.spec = spec
         self.target_layers = spec.target_layers
         self.draws = temperature > 0
-        spec.release_at_close(self)
-
-    def release(self) -> None:
-        """Let go of the core's drafter: the draft context is closed."""
-        self._core = None
+        call_at_close(spec, self._release)
 
     def process(self, batch: Batch, states: States | None = None) -> None:
         """As :meth:`Drafter.process`. States of more layers, in any order, are as good."""

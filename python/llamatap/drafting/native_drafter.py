@@ -32,6 +32,10 @@ class NativeDrafter(Drafter, NativeOwner[_core.Drafter]):
             raise ClosedError("the draft context of this drafter was closed; make both anew")
         return self._core
 
+    def _release(self) -> None:
+        """Let go of the core's object, which holds a part of its draft context."""
+        self._core = None
+
     def process(self, batch: Batch, states: States | None = None) -> None:
         instance("batch", batch, Batch)
         native_of(self).process(batch)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -14,9 +14,10 @@ from numpy.typing import ArrayLike, NDArray
 from llamatap import _system_limits
 from llamatap._closeable import Closeable
 from llamatap._native import NativeOwner, _core, flush_log, native_of
+from llamatap._options import Option, checked_options, takes_options
 from llamatap._threads import thread_count
 from llamatap._validate import flag, instance, integer, shown
-from llamatap.context import Context
+from llamatap.context import Context, engine_switch
 from llamatap.errors import ClosedError, InvalidInputError, UnsupportedError
 from llamatap.kv_memory import Memory
 from llamatap.layers import LayerId
@@ -24,19 +25,21 @@ from llamatap.loaded_model import LoadedModel, files_of
 from llamatap.storage import saved_sequences
 from llamatap.tokenizer import token_array
 
-__all__ = ["DraftOutput", "SpeculativeContext"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["DraftContextOptions", "DraftOutput", "SpeculativeContext", "call_at_close"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftOutput:
     """Result of :meth:`SpeculativeContext.decode`: one row for each output, in order. Arrays are owned.
 
-    :ivar ids: int32 ``(n_outputs, top_k)``: the most likely tokens, falling. They are the target's, also
-        where an EAGLE-3 file has a smaller vocabulary of its own; a plain model whose vocabulary is padded
-        further than the target's may give ids that the target does not have.
-    :ivar probs: float32 ``(n_outputs, top_k)``: their probabilities, of a softmax over the logits.
-    :ivar states: float32 ``(n_outputs, n_state)``: the states for the pairs that come next; None for a plain
-        model.
+    :ivar ids: int32 ``(n_outputs, top_k)``: the most likely tokens, most likely first. They are ids of the
+        target, also where an EAGLE-3 file has a smaller vocabulary of its own; a plain model whose vocabulary
+        is padded further than the target's may give ids that the target does not have.
+    :ivar probs: float32 ``(n_outputs, top_k)``: their probabilities, by a softmax over the logits.
+    :ivar states: float32 ``(n_outputs, n_state)``: the states for the next pairs; None for a plain model.
     :ivar logits: None unless asked for: float32 ``(n_outputs, spec.model.n_vocab)``, by the same ids; -inf
         for tokens that the draft cannot give.
     """
@@ -55,7 +58,7 @@ def _float_rows(name: str, values: ArrayLike) -> NDArray[np.float32]:
     if array.dtype != np.float32 or array.ndim != 2:
         raise InvalidInputError(f"{name} must be a float32 matrix, not {array.dtype} of shape {array.shape}")
     if not np.isfinite(array).all():
-        # In a memory they would come to sequences that have nothing to do with this one.
+        # In the memory they would reach unrelated sequences.
         raise InvalidInputError(f"{name} hold NaN or infinity")
     return np.ascontiguousarray(array)
 
@@ -67,29 +70,55 @@ def _integers(name: str, values: ArrayLike) -> NDArray[np.int32]:
         raise InvalidInputError(str(error).replace("token ids", name)) from None
 
 
-class _Released(Protocol):
-    def release(self) -> None: ...
+class DraftContextOptions(TypedDict, total=False):
+    """The keyword arguments of :class:`SpeculativeContext`."""
+
+    n_seq_max: Annotated[
+        int | None, Option(None, "sequence ids are 0..n_seq_max-1; None for the target's", low=1)
+    ]
+    n_ctx: Annotated[int, Option(0, "tokens that fit; 0 for the target's", low=0)]
+    n_ubatch: Annotated[int, Option(128, "the most tokens computed at once", low=1)]
+    n_threads: Annotated[int | None, Option(None, "None for the target's", low=1)]
+    type_k: Annotated[str, Option("f16", "type of the K cache, as of :class:`Context`")]
+    type_v: Annotated[str, Option("f16", "type of the V cache")]
+    flash_attn: Annotated[bool | None, Option(None, "None leaves it to the engine")]
+    kv_unified: Annotated[
+        bool | None,
+        Option(
+            None,
+            "as of :class:`Context`, of the draft's context. None for what the target has; but True with a "
+            "DFlash file, whose blocks of all sequences are then one decode; and False with a draft of "
+            "sliding windows, each sequence of which then has room for as many tokens as the target",
+        ),
+    ]
+    n_gpu_layers: Annotated[int, Option(0, "of a draft that is loaded from a file")]
+    as_model: Annotated[bool, Option(False, "take the draft as a language model, MTP blocks or not")]
 
 
+def _memory_layout(
+    context: Context, draft: LoadedModel, chosen: DraftContextOptions, n_seq_max: int
+) -> tuple[bool, int]:
+    """Whether the draft's memory is unified, and how many tokens it has room for."""
+    n_ctx = chosen["n_ctx"] or context.n_ctx
+    if chosen["kv_unified"] is not None:
+        return chosen["kv_unified"], n_ctx
+    unified = context.kv_unified or draft.arch == "dflash"
+    if unified and 0 < native_of(draft).n_swa < n_ctx and n_seq_max > 1:
+        # In a unified memory, cells that no window reaches any more are overwritten by other sequences, and
+        # nothing can be rolled back.
+        return False, chosen["n_ctx"] or n_ctx * n_seq_max
+    return unified, n_ctx
+
+
+@takes_options(DraftContextOptions)
 class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
-    """A draft model beside a target: one context for all sequences, with the calls that drafting is made of.
+    """A draft model beside a target: one context for all sequences, with the calls that drafting is built on.
 
-    :param context: the target's. It is kept alive, and the draft may use its token embedding and output head.
+    :param context: the target's. It is kept alive: the draft may use its token embedding and output head.
     :param draft: the drafter's file, or a loaded model: an EAGLE-3 file (architecture ``eagle3``); MTP
         blocks, in a file of their own or in the target's (``context.model``, loaded with ``load_mtp=True``);
         a DFlash or DSpark file (``dflash``); or a smaller language model with the target's vocabulary.
-    :param n_seq_max: sequence ids are 0..n_seq_max-1; None for the target's.
-    :param n_ctx: tokens that fit; 0 for the target's.
-    :param n_ubatch: the most tokens computed at once.
-    :param n_threads: None for the target's.
-    :param type_k: type of the K cache, as of :class:`Context`.
-    :param type_v: type of the V cache.
-    :param flash_attn: None leaves it to the engine.
-    :param kv_unified: as of :class:`Context`, of the draft's context. None for True with a DFlash file, whose
-        blocks of all sequences are then one decode, else for what the target's has; and for False with a
-        draft of sliding windows, each sequence of which then has room for as many tokens as the target.
-    :param n_gpu_layers: of a draft that is loaded from a file.
-    :param as_model: take the draft as a language model, MTP blocks or not.
+    :options:
     :raises InvalidInputError: the draft does not fit the target (vocabulary, width, layers, d2t); with what
         was expected and found.
     :raises UnsupportedError: the engine cannot draft with this file.
@@ -112,60 +141,42 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
         self,
         context: Context,
         draft: str | os.PathLike[str] | LoadedModel,
-        *,
-        n_seq_max: int | None = None,
-        n_ctx: int = 0,
-        n_ubatch: int = 128,
-        n_threads: int | None = None,
-        type_k: str = "f16",
-        type_v: str = "f16",
-        flash_attn: bool | None = None,
-        kv_unified: bool | None = None,
-        n_gpu_layers: int = 0,
-        as_model: bool = False,
+        **options: Unpack[DraftContextOptions],
     ) -> None:
         self._native: _core.SpeculativeContext | None = None
-        self._dependents: weakref.WeakSet[_Released] = weakref.WeakSet()
+        self._at_close: list[weakref.WeakMethod[Callable[[], None]]] = []
         instance("context", context, Context)
         target = native_of(context)
+        chosen = checked_options(DraftContextOptions, options, "SpeculativeContext()")
         self._owns_model = not isinstance(draft, LoadedModel)
         if not isinstance(draft, LoadedModel):
-            draft = LoadedModel(draft, load_mtp=True, n_gpu_layers=n_gpu_layers)
+            draft = LoadedModel(draft, load_mtp=True, n_gpu_layers=chosen["n_gpu_layers"])
         self.target = context
         self.model = draft
-        self.n_seq_max = context.n_seq_max if n_seq_max is None else integer("n_seq_max", n_seq_max, 1)
+        self.n_seq_max = chosen["n_seq_max"] or context.n_seq_max
+        n_threads = chosen["n_threads"]
         self.n_threads = context.n_threads if n_threads is None else thread_count(n_threads)
-        unified = context.kv_unified or draft.arch == "dflash"
-        if kv_unified is not None:
-            unified = flag("kv_unified", kv_unified)
-        room = integer("n_ctx", n_ctx, 0) or context.n_ctx
-        if kv_unified is None and unified and 0 < native_of(draft).n_swa < room and self.n_seq_max > 1:
-            # In one memory for all, what a window no longer reaches is lost to other sequences' tokens, and
-            # nothing can be taken back any more.
-            unified = False
-            room *= 1 if n_ctx else self.n_seq_max
-        n_ubatch = max(integer("n_ubatch", n_ubatch, 1), self.n_seq_max)
-        instance("type_k", type_k, str)
-        instance("type_v", type_v, str)
+        kv_unified, n_ctx = _memory_layout(context, draft, chosen, self.n_seq_max)
+        n_ubatch = max(chosen["n_ubatch"], self.n_seq_max)
         try:
             self._native = _core.SpeculativeContext(
                 target,
                 native_of(draft),
-                plain=flag("as_model", as_model),
-                n_ctx=room,
+                plain=chosen["as_model"],
+                n_ctx=n_ctx,
                 n_batch=max(n_ubatch, 512),
                 n_ubatch=n_ubatch,
                 n_seq_max=self.n_seq_max,
                 n_threads=self.n_threads,
-                type_k=type_k,
-                type_v=type_v,
-                flash_attention=-1 if flash_attn is None else int(flag("flash_attn", flash_attn)),
-                kv_unified=unified,
+                type_k=chosen["type_k"],
+                type_v=chosen["type_v"],
+                flash_attention=engine_switch(chosen["flash_attn"]),
+                kv_unified=kv_unified,
                 memory_available=_system_limits.available_memory(),
             )
         finally:
             flush_log()
-        self._facts = {"arch": draft.arch, "type_k": type_k, "type_v": type_v}
+        self._facts = {"arch": draft.arch, "type_k": chosen["type_k"], "type_v": chosen["type_v"]}
         self.kind: Literal["model", "eagle3", "mtp", "dflash"] = self._native.kind  # type: ignore[assignment]
         n_layer = context.model.n_layer
         self.target_layers: tuple[LayerId, ...] = tuple(
@@ -186,15 +197,11 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
         """Free the draft's context, and the draft model where it was loaded here. Drafters made with it are
         closed too: they raise ClosedError."""
         self._native = None
-        for dependent in self._dependents:
-            dependent.release()
+        for one in self._at_close:
+            if (method := one()) is not None:
+                method()
         if self._owns_model:
             self.model.close()
-
-    def release_at_close(self, dependent: _Released) -> None:
-        """Call ``dependent.release()`` when this context is closed: the object holds a part of the core's
-        context. It is not kept alive."""
-        self._dependents.add(dependent)
 
     def __repr__(self) -> str:
         if self._native is None:
@@ -218,20 +225,20 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
 
     @property
     def n_heads(self) -> int:
-        """MTP blocks that are used one after the other, the k-th for the k-th token of a draft."""
+        """How many MTP blocks are used in turn, the k-th for the k-th token of a draft."""
         return native_of(self).n_heads
 
     @property
     def block_size(self) -> int | None:
-        """The places of a DFlash file's block: the newest token and masks, each of which gives a token; with
-        DSpark the newest token's place may give one too. None for other files."""
+        """Places in the block of a DFlash file: the newest token, then masks, each of which gives a token;
+        with DSpark the place of the newest token may give one too. None for other files."""
         return native_of(self).block_size if self.kind == "dflash" else None
 
     @property
     def memory(self) -> Memory:
-        """The draft's memory of its sequences: the same operations as the target's. Blocks that attend to
-        the target's memory (gemma4-assistant) have none to change. A drafter whose sequence is changed here
-        drafts no more for it until it is reset.
+        """The draft's memory of its sequences, with the same operations as the target's. Blocks that attend
+        to the target's memory (gemma4-assistant) have none to change. A drafter whose sequence is changed
+        here drafts for it again only after a reset.
         """
 
         def native() -> _core.Context:
@@ -247,12 +254,13 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
             )
 
     def encode(self, features: ArrayLike) -> NDArray[np.float32]:
-        """The states of pairs: for EAGLE-3, the fusion of the target's features; else the same values.
+        """Make the states of pairs: for EAGLE-3, the fusion of the target's features; else the same values.
 
-        :param features: float32 ``(n, n_features)``; any n.
+        :param features: float32 ``(n, n_features)``: the target's states of :attr:`target_layers`, side by
+            side; any n. Of a tap with these layers, ``tap.states.array.reshape(n, -1)``.
         :returns: float32 ``(n, n_state)``.
         :raises InvalidInputError: another shape or dtype, NaN or infinity.
-        :raises UnsupportedError: of a DFlash file.
+        :raises UnsupportedError: the draft is a DFlash file.
         """
         self._check_pairs("encode")
         try:
@@ -272,19 +280,19 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
         logits: bool = False,
         head: int = 0,
     ) -> DraftOutput:
-        """One decode of pairs, which enter the draft's memory. No pairs: nothing is done.
+        """Decode pairs, which enter the draft's memory. Does nothing without pairs.
 
         :param tokens: int ``(n,)``.
         :param states: float32 ``(n, n_state)``; None for a plain model.
-        :param positions: int ``(n,)``: of each sequence, going on from what its memory holds.
+        :param positions: int ``(n,)``: in each sequence they continue what its memory holds.
         :param seqs: int ``(n,)``, or one sequence for all.
         :param outputs: bool ``(n,)``, or one for all: which entries give results.
-        :param top_k: how many tokens each gives.
-        :param logits: whether the logits are wanted too.
-        :param head: which of several MTP blocks.
+        :param top_k: how many tokens each output gives.
+        :param logits: return the logits too.
+        :param head: index of the MTP block to use, where there are several.
         :raises InvalidInputError: a token, position, sequence, shape or dtype is wrong.
         :raises ContextFullError: there is no room.
-        :raises UnsupportedError: of a DFlash file.
+        :raises UnsupportedError: the draft is a DFlash file.
         """
         core = native_of(self)
         self._check_pairs("decode")
@@ -316,19 +324,19 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
     def _fingerprint(self) -> dict[str, Any]:
         return {
             "kind": self.kind,
-            "weights": files_of(self.model).sample,
+            "weights": files_of(self.model).sampled_sha256,
             **self._facts,
             "n_state": self.n_state,
             "engine": _core.build_info()["engine_commit"],
         }
 
     def save(self, seq: int = 0) -> bytes:
-        """The draft's memory of a sequence, as :meth:`Context.save` gives the target's."""
+        """Save the draft's memory of a sequence, as :meth:`Context.save` does the target's."""
         state = native_of(self).context.save(integer("a sequence id", seq))
         return saved_sequences.pack(self._fingerprint(), state)
 
     def restore(self, seq: int, data: bytes | bytearray | memoryview) -> None:
-        """Bring back what :meth:`save` gave.
+        """Restore what :meth:`save` returned, in place of what the sequence holds.
 
         :raises InvalidInputError: as :meth:`Context.restore`.
         """
@@ -338,3 +346,11 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
             native.restore(seq, state)
         finally:
             flush_log()
+
+
+def call_at_close(context: SpeculativeContext, method: Callable[[], None]) -> None:
+    """Call a method when the context is closed, unless its object is gone by then: this does not keep it
+    alive."""
+    methods = context._at_close  # noqa: SLF001  same module
+    methods[:] = [one for one in methods if one() is not None]
+    methods.append(weakref.WeakMethod(method))

@@ -1,1 +1,1 @@
-"""Extraction: prompts in, the hidden states of the layers asked for out."""
+"""Extraction: the hidden states of whole prompts at the layers asked for."""

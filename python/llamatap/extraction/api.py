@@ -1,4 +1,4 @@
-"""Extraction of a call: :func:`extract`, and the extractors that it keeps."""
+""":func:`extract`, and the extractor that it keeps for each model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from llamatap.states import States
 __all__ = ["extract"]
 
 #: The extractor of each model that was given to :func:`extract`. It refers to its model weakly: models are
-#: too large to wait for the collection of cycles.
+#: too large to wait for the garbage collection of a cycle.
 _extractors: weakref.WeakKeyDictionary[LoadedModel, Extractor] = weakref.WeakKeyDictionary()
 _extractors_lock = threading.Lock()
 
@@ -82,7 +82,7 @@ def extract(
 ) -> States | list[States]:
     """The hidden states of prompts at the layers asked for.
 
-    :param model_or_context: a Model brings a context of its own, sized to the work and kept for the next
+    :param model_or_context: for a Model, a context is made that is sized to the prompts and kept for the next
         call. A Context must be empty, and is empty afterwards.
     :param inputs: a text, token ids, or a list of either; a list gives a list. Texts are tokenised with
         special tokens added and recognised.
@@ -94,27 +94,26 @@ def extract(
     :param max_length: cut prompts on the right to this many tokens. A text keeps the EOS that the tokenizer
         adds.
     :param window: positions [start, stop) that are wanted, as of a slice; one, or one for each input.
-        What lies outside takes no memory.
-    :param pool: "mean", "last" or "max" over the window instead of a row a token; raw otherwise, and
-        never normalised.
+        Positions outside take no memory.
+    :param pool: "mean", "last" or "max" over the window instead of a row a token; never normalised.
     :param out: a C-contiguous array (or memmap) to write into, ``(n_tokens, n_layers, n_embd)``, or
         ``(n_layers, n_embd)`` with ``pool``; a list of them for a list of inputs.
-    :param cancelled: is asked before each batch and about every 50 ms while the engine works, from the
-        calling thread; once it says True the work ends, on a GPU with the pass of ``n_ubatch`` tokens that
-        is under way. ``threading.Event().is_set`` is one.
+    :param cancelled: a function such as ``threading.Event().is_set``, called in this thread before each batch
+        and about every 50 ms while the engine computes. Once it returns True, extraction ends; on a GPU,
+        after the current pass of ``n_ubatch`` tokens.
     :returns: :class:`llamatap.States`, or a list of them, in the order of the inputs.
     :raises InvalidInputError: an argument is wrong; nothing was computed.
     :raises ContextFullError: a prompt is too long; with both numbers.
     :raises OutOfMemoryError: the states, or the context for them, do not fit into memory; with both numbers.
         Nothing was allocated.
-    :raises UnsupportedError: the model carries no single residual stream, or is no language model or
-        encoder of its own (encoder-decoders, drafters), or ``"norm"`` is asked of one that has none.
+    :raises UnsupportedError: the model carries no single residual stream, or is neither a language
+        model nor an encoder (encoder-decoders, drafters), or has no final norm for ``"norm"``.
     :raises BusyError: another thread uses the context.
     :raises ClosedError: the model or the context was closed.
-    :raises CancelledError: ``cancelled`` said so. What ``out`` holds then is of no use; the context is as it
-        was before.
+    :raises CancelledError: ``cancelled`` returned True. The values in ``out`` are then undefined; the
+        context is as it was before.
 
-    Nothing after the last wanted layer is computed, the output head included. Many short prompts share
+    Nothing after the last wanted layer is computed, the output head included. Short prompts share
     batches. Runs without the GIL; Ctrl-C ends it.
     """
     if not isinstance(model_or_context, (LoadedModel, Context)):

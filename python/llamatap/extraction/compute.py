@@ -1,4 +1,5 @@
-"""Computing a request of extraction in a context: packed batches, captured straight into the result."""
+"""Computing a request of extraction in a context: prompts are packed into batches, and states are captured
+straight into the result."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ __all__ = ["compute", "needs_all_outputs"]
 def compute(request: ExtractionRequest, context: Context, indices: Sequence[int]) -> dict[int, States]:
     """The states of some prompts of a request, by index, computed in one context.
 
-    :raises CancelledError: the request's ``cancelled`` said so.
+    :raises CancelledError: the request's ``cancelled`` returned True.
     """
     n_seq_max = context.n_seq_max if context.kv_unified else 1
     room = min(context.n_ubatch, context.n_ctx)
@@ -30,7 +31,7 @@ def compute(request: ExtractionRequest, context: Context, indices: Sequence[int]
         for pack in pack_prompts(lengths, room, n_seq_max):
             together = [request.jobs[indices[k]] for k in pack]
             if not _capture(request, context, together) and len(together) > 1:
-                # NaN or infinity of one prompt may have reached the others of the batch.
+                # NaN or infinity of one prompt may have reached the others in the batch.
                 for job in together:
                     _capture(request, context, [job])
     finally:
@@ -77,7 +78,7 @@ def _states(request: ExtractionRequest, context: Context, job: PromptJob) -> Sta
 
 
 def needs_all_outputs(model: LoadedModel, slots: Sequence[int]) -> bool:
-    """Whether all rows must be outputs of the engine for these layers."""
+    """Whether the engine must treat all rows as outputs for these layers."""
     nodes = model.layer_map.nodes
-    # Without a memory a whole prompt is computed at once, and all of it is output.
+    # A model without memory computes a whole prompt at once, all of it as outputs.
     return any(nodes[slot][1] for slot in slots) or not model.layer_map.has_memory

@@ -31,12 +31,12 @@ __all__ = ["Extractor"]
 
 
 class Extractor(Closeable):
-    """Extraction with chosen context options: a model and a context sized to the work.
+    """Extraction with context options of your choice, in a context that is sized to the prompts.
 
     :param model: the model.
     :param options: those of :class:`llamatap.Context`, e.g. ``type_k="f32"`` or ``flash_attn=False``.
-        Where ``n_ctx``, ``n_seq_max`` or ``n_outputs_max`` are not given, they are sized to the work of
-        each call; the context is kept and made anew only when it is too small.
+        Where ``n_ctx``, ``n_seq_max`` or ``n_outputs_max`` are not given, each call sizes them to its
+        prompts; the context is kept, and made anew only when it is too small.
 
     >>> extractor = Extractor(model, n_ubatch=256)                      # doctest: +SKIP
     >>> states = extractor(["first prompt", "second"], layers=[-2])     # doctest: +SKIP
@@ -50,7 +50,7 @@ class Extractor(Closeable):
         self._context: Context | None = None
         self._has_outputs = False
         self._lock = threading.Lock()
-        self._thread: int | None = None  # that is extracting
+        self._extracting: int | None = None  # the thread that does
         self._process = os.getpid()
 
     def close(self) -> None:
@@ -59,10 +59,10 @@ class Extractor(Closeable):
         :raises BusyError: this thread is extracting (a signal handler or a log handler calls).
         """
         if self._process != os.getpid():
-            # In a forked child the thread that held the lock is gone.
+            # In a forked child, the thread that held the lock is gone.
             self._drop()
             return
-        if self._thread == threading.get_ident():
+        if self._extracting == threading.get_ident():
             raise BusyError("this thread is extracting; close afterwards")
         with self._lock:
             self._drop()
@@ -73,7 +73,7 @@ class Extractor(Closeable):
             self._context = None
 
     def _fit(self, request: ExtractionRequest, lengths: Sequence[int]) -> Context:
-        """The kept context when it suits this work, else a new one."""
+        """The kept context if it suits these prompts, else a new one."""
         layer_map = self.model.layer_map
         outputs = needs_all_outputs(self.model, request.slots)
         options = self._options.copy()
@@ -101,11 +101,11 @@ class Extractor(Closeable):
             outputs = outputs or self._has_outputs
             self._drop()
         options.setdefault("n_seq_max", n_seq)
-        # Without a unified cache each sequence has a share of its own.
+        # Without a unified cache, each sequence has a share of its own.
         shares = 1 if options.get("kv_unified", True) else options["n_seq_max"]
         options.setdefault("n_ctx", n_ctx * shares)
         if not outputs:
-            # No output head is ever computed: its buffers can be small.
+            # The output head is never computed, so its buffers can be small.
             options.setdefault("n_outputs_max", options["n_seq_max"])
         self._context = Context(self.model, **options)
         self._has_outputs = outputs
@@ -113,7 +113,7 @@ class Extractor(Closeable):
 
     @functools.cached_property
     def _rope_limit(self) -> int:
-        """Models with LongRoPE compute otherwise in contexts longer than this many tokens."""
+        """The longest context, in tokens, in which LongRoPE scales by its short factors."""
         key = f"{self.model.arch}.rope.scaling.original_context_length"
         return int(self.model.metadata.get(key, 2**31 - 1))
 
@@ -175,7 +175,7 @@ class Extractor(Closeable):
                 "another thread is extracting with this model; give each thread an Extractor of its own"
             )
         try:
-            self._thread = threading.get_ident()
+            self._extracting = threading.get_ident()
             limit = self._options.get("n_ctx") or self.model.n_ctx_train
             if request.longest > limit > 0:
                 raise ContextFullError(
@@ -183,13 +183,13 @@ class Extractor(Closeable):
                     "trained for or n_ctx allows; cut it with max_length, or give n_ctx"
                 )
             done: dict[int, States] = {}
-            # A prompt's states must not depend on how long the others of the call are.
+            # A prompt's states must not depend on the lengths of the others.
             for short in (True, False):
                 some = [i for i, job in enumerate(request.jobs) if self._is_short(len(job.prompt)) == short]
                 if some:
                     lengths = [len(request.jobs[i].prompt) for i in some]
                     done |= compute(request, self._fit(request, lengths), some)
         finally:
-            self._thread = None
+            self._extracting = None
             self._lock.release()
         return request.result(done)

@@ -93,7 +93,7 @@ def is_single(inputs: object, name: str = "inputs") -> bool:
 
 
 def prompt_tokens(model: LoadedModel, prompt: Input, max_length: int | None) -> NDArray[np.int32]:
-    """The token ids of a prompt: a read-only copy, for the caller's array may change.
+    """The token ids of a prompt: a read-only copy, as the caller's array may change.
 
     :param max_length: the most tokens; see :func:`cut_tokens`.
     """
@@ -113,7 +113,7 @@ def checked_prompt(model: LoadedModel, prompt: Input, max_length: int | None) ->
         raise InvalidInputError(f"a prompt is a str or token ids, not {type(prompt).__name__}{hint}")
     if isinstance(prompt, np.ndarray) and prompt.ndim != 1:
         raise InvalidInputError(f"token ids must be one-dimensional, not of shape {prompt.shape}")
-    # With a BOS token even an empty text has tokens; it is a mistake all the same.
+    # An empty text is a mistake, even where it gets a BOS token.
     if len(prompt) == 0:
         raise InvalidInputError("the prompt is empty")
     tokens = model.tokenize(prompt) if isinstance(prompt, str) else token_array(prompt)
@@ -131,10 +131,9 @@ def checked_prompt(model: LoadedModel, prompt: Input, max_length: int | None) ->
 def cut_tokens(
     model: LoadedModel, prompt: Input, tokens: NDArray[np.int32], max_length: int | None
 ) -> NDArray[np.int32]:
-    """The tokens of a prompt, at most `max_length`: cut on the right.
+    """The tokens of a prompt, cut on the right to `max_length`.
 
-    Of a text the end goes, and not the EOS (or SEP) that the tokenizer puts after it: models that were
-    trained with one are read from it.
+    A text keeps the EOS (or SEP) that the tokenizer adds: models that were trained with one are read at it.
     """
     if max_length is None or len(tokens) <= max_length or not isinstance(prompt, str):
         return tokens[:max_length]
@@ -145,7 +144,10 @@ def cut_tokens(
 
 
 def checked_out(out: object, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-    """`out` as a plain array (of a memmap, say), when states of that shape and dtype can be written to it."""
+    """`out` as a plain array (of a memmap, say), if states of that shape and dtype can be written to it.
+
+    :raises InvalidInputError: they cannot.
+    """
     if not isinstance(out, np.ndarray):
         raise InvalidInputError(f"out must be a NumPy array, not {type(out).__name__}")
     if isinstance(out, np.ma.MaskedArray):
@@ -165,7 +167,10 @@ def checked_out(out: object, shape: tuple[int, ...], dtype: str) -> NDArray[Any]
 
 
 def window_bounds(window: Window | None, length: int) -> tuple[int, int]:
-    """The positions [begin, end) of a window on a prompt of `length` tokens, at least one."""
+    """The positions [begin, end) of a window on a prompt of `length` tokens.
+
+    :raises InvalidInputError: it holds none.
+    """
     if window is None:
         return 0, length
     try:
@@ -189,7 +194,7 @@ def window_text(window: Window) -> str:
 def parse_window(name: str, text: str) -> Window:
     """The window of a text such as "2:", ":-1" or "2:5".
 
-    :raises InvalidInputError: the text is no such thing.
+    :raises InvalidInputError: the text is another one.
     """
     start, colon, stop = text.partition(":")
     try:

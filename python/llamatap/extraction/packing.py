@@ -9,7 +9,7 @@ from llamatap._native import _core
 __all__ = ["batch_sequence_limit", "pack_prompts"]
 
 # The most prompts of one batch. Recurrent models hold a state for each, and compute prompts of different
-# length in turns.
+# lengths one after the other.
 _MOST_SEQUENCES = 64
 _MOST_RECURRENT_SEQUENCES = 8
 
@@ -35,7 +35,7 @@ def pack_prompts(lengths: Sequence[int], room: int, n_seq_max: int) -> list[list
             if length <= free:
                 pack.append(index)
                 free -= length
-                # A pack that nothing fits into any more is not looked at again.
+                # Close a pack that nothing fits into any more.
                 if free < shortest or len(pack) == n_seq_max:
                     del open_packs[slot]
                 else:

@@ -41,7 +41,7 @@ class PromptJob:
     begin: int
     end: int
     shape: tuple[int, ...]
-    given: NDArray[Any] | None  # by the caller, for the states
+    given: NDArray[Any] | None  # the caller's, for the states
     out: NDArray[Any] = field(init=False)
 
 
@@ -108,7 +108,7 @@ class ExtractionRequest:
         return max(len(job.prompt) for job in self.jobs)
 
     def result(self, states: Mapping[int, States]) -> States | list[States]:
-        """What the call returns: the states of its prompt, or those of its prompts in order."""
+        """The value that the call returns: the states of its prompt, or a list of them in order."""
         return states[0] if self.single else [states[i] for i in range(len(self.jobs))]
 
     def _one_each(self, name: str, value: Any, count: int, is_one: bool) -> list[Any]:

@@ -47,7 +47,7 @@ class RequestQueue:
         self._cancelling = True
 
     def upcoming(self) -> list[Request]:
-        """The requests in flight, and those that may be admitted next."""
+        """The requests in flight, and the waiting ones that may be admitted next."""
         return [*self.in_flight, *list(self._waiting)[: len(self._free_ids)]]
 
     def take_cancelled(self) -> list[Request]:

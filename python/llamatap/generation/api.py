@@ -1,4 +1,4 @@
-"""Generating text: continuous batches, with or without a drafter, the same tokens either way."""
+"""generate(): text after prompts, by continuous batching, with a drafter or without."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GenerateOptions", "generate"]
 
-# The most sequences of a context that is made for a model.
+# The most sequences of a context that is made here.
 _MOST_SEQUENCES = 8
 
 
@@ -55,15 +55,21 @@ def _in_order(events: Generator[Event, None, None], n_prompts: int) -> Generator
     assert upcoming == n_prompts
 
 
-def _capacities(model: LoadedModel, prompts: Sequence[NDArray[np.int32]], max_tokens: int) -> list[int]:
-    """The most positions of each request: prompt and max_tokens, up to the model's training length, or up to
-    the prompt's own where that is longer."""
-    return [min(len(prompt) + max_tokens, max(model.n_ctx_train, len(prompt))) for prompt in prompts]
-
-
-def _context_for(model: LoadedModel, capacities: Sequence[int]) -> Context:
-    n_seq_max = min(len(capacities), _MOST_SEQUENCES) if native_of(model).batches_sequences else 1
-    return Context(model, n_ctx=sum(sorted(capacities)[-n_seq_max:]), n_seq_max=n_seq_max)
+def _context_for(
+    model_or_context: LoadedModel | Context, prompts: Sequence[NDArray[np.int32]], max_tokens: int
+) -> tuple[Context, list[int]]:
+    """The context to generate in, and the most positions that each request may take. For a model these are
+    prompt and ``max_tokens``, but no more than the model was trained with, or than the prompt has where that
+    is longer; the context that is made has room for as many requests as run at once.
+    """
+    if isinstance(model_or_context, Context):
+        return model_or_context, [request_capacity(model_or_context)] * len(prompts)
+    model = model_or_context
+    wanted = [min(len(prompt) + max_tokens, max(model.n_ctx_train, len(prompt))) for prompt in prompts]
+    n_seq_max = min(len(wanted), _MOST_SEQUENCES) if native_of(model).batches_sequences else 1
+    context = Context(model, n_ctx=sum(sorted(wanted)[-n_seq_max:]), n_seq_max=n_seq_max)
+    most = request_capacity(context)
+    return context, [min(capacity, most) for capacity in wanted]
 
 
 @overload
@@ -145,14 +151,7 @@ def generate(
     checked, sampling = split_options(model, chosen, options, "generate()")
     inputs = cast("Sequence[Input]", [prompts] if is_single(prompts, "prompts") else prompts)
     texts = [prompt_tokens(model, prompt, None) for prompt in inputs]
-    if isinstance(model_or_context, Context):
-        context = model_or_context
-        capacities = [request_capacity(context)] * len(texts)
-    else:
-        wanted = _capacities(model, texts, checked.max_tokens)
-        context = _context_for(model, wanted)
-        most = request_capacity(context)
-        capacities = [min(capacity, most) for capacity in wanted]
+    context, capacities = _context_for(model_or_context, texts, checked.max_tokens)
     scheduler = Scheduler(context, chosen)
     seed = sampling["seed"]
     base = secrets.randbits(31) if seed is None else seed

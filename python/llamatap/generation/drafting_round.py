@@ -60,7 +60,7 @@ class RoundDrafts:
         return round(n_drafted / len(drafting))
 
     def _requests(self, in_flight: Sequence[Request], in_prefill: bool) -> dict[int, DraftRequest]:
-        """What the drafter is asked for: requests that may go on after the next token."""
+        """Draft requests for the texts that may go on after the next token."""
         usable = {
             request.seq: min(
                 request.options.max_tokens - len(request.tokens), request.capacity - request.position

@@ -14,8 +14,8 @@ __all__ = ["new_events"]
 
 
 def new_events(request: Request, engine: EngineContext) -> Iterator[Event]:
-    """Events of the tokens that were not given out yet; where states were asked for, of those that have them.
-    A text that ends without a new token (cancelled, ``max_tokens=0``) gives one event without a token.
+    """Events of the tokens that were not given out yet, but for tokens whose states are still to come. A text
+    that ends without a new token (cancelled, ``max_tokens=0``) gives one event without a token.
 
     :param engine: the context that generates, for the provenance of states.
     """

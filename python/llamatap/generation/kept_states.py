@@ -63,7 +63,7 @@ class KeptStates:
             self.generated = []
 
     def states_of_prompt(self, engine: EngineContext, tokens: NDArray[np.int32]) -> States:
-        """The states of the prompt's first tokens, those that were decoded."""
+        """The states of the prompt's first tokens, which were decoded."""
         array = self._no_rows(engine) if self._prompt is None else self._prompt[: len(tokens)]
         return self._states(engine, array, tokens.tolist(), "prompt")
 

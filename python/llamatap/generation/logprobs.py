@@ -15,9 +15,9 @@ __all__ = ["at_outputs", "of_logits"]
 
 
 def at_outputs(context: Context, first_row: int, tokens: Sequence[int], n_top: int) -> list[TokenLogprobs]:
-    """Log-probability of each token in turn, at the last batch's outputs ``first_row``, ``first_row + 1``...
+    """Log-probabilities of tokens, one for each output of the last batch from ``first_row`` on.
 
-    :param n_top: how many of the most likely tokens to give, too; of all, where that is more.
+    :param n_top: how many of the most likely tokens to give, too; all, where that is more.
     :raises NotFiniteError: the logits hold NaN or infinity.
     """
     ids = np.array(tokens, np.int32)
@@ -25,7 +25,7 @@ def at_outputs(context: Context, first_row: int, tokens: Sequence[int], n_top: i
 
 
 def of_logits(logits: NDArray[np.float32], token: int, n_top: int) -> TokenLogprobs:
-    """Log-probability of a token, from float32 ``(n_vocab,)`` logits."""
+    """Log-probability of a token, by float32 ``(n_vocab,)`` logits."""
     (found,) = _entries([token], *_core.logprobs_of(logits, token, n_top))
     return found
 

@@ -148,14 +148,14 @@ def split_options(
     # max_tokens=0 generates nothing: something of the prompt must be wanted.
     fewest = 0 if chosen["prompt_logprobs"] is not None or chosen["prompt_states"] else 1
     integer("max_tokens", chosen["max_tokens"], fewest)
+    chosen["stop_tokens"] = _token_ids(model, chosen["stop_tokens"])
+    layers = layer_ids.normalize((-2,) if chosen["layers"] is None else chosen["layers"], model.n_layer)
     for name, what in (("layers", "says which states to give"), ("on_states", "takes states")):
         if chosen[name] is not None and not with_states:
             raise InvalidInputError(
                 f"{name}= {what}; say states='last', states='full' or prompt_states=True as well"
             )
-    chosen["stop_tokens"] = _token_ids(model, chosen["stop_tokens"])
-    layers = (-2,) if chosen["layers"] is None else chosen["layers"]
-    chosen["layers"] = layer_ids.normalize(layers, model.n_layer)
+    chosen["layers"] = layers
     if chosen["rejection"] and drafter is not None and not drafter.draws:
         raise InvalidInputError(
             "rejection=True needs a drafter that draws its tokens; make it (of several, each) with a "

@@ -1,4 +1,4 @@
-"""A request: its prompt, its generated tokens and text, and where it stands."""
+"""A request: its prompt, its progress, and its generated tokens and text."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Request:
         self.options = options
         self.sampler = sampler
         self.capacity = capacity
-        # Where it stands.
+        # Progress.
         #: Its sequence id while it is in flight, else -1.
         self.seq = -1
         #: How many tokens of the prompt the target has decoded.
@@ -101,7 +101,7 @@ class Request:
         return self.n_prefilled < len(self.prompt)
 
     @property
-    def n_unfed(self) -> int:
+    def n_prompt_left(self) -> int:
         """How many tokens of the prompt are still to be decoded."""
         return len(self.prompt) - self.n_prefilled
 

@@ -1,4 +1,4 @@
-"""Results of generation: texts, events, statistics."""
+"""Results of generation: texts, events, statistics, log-probabilities."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamatap.errors import InvalidInputError
-from llamatap.states import States
+from llamatap.states import States, captured_rows, join_states
 
 __all__ = ["Event", "FinishReason", "Generation", "Stats", "TokenLogprobs", "whole_states"]
 
@@ -21,12 +21,12 @@ FinishReason = Literal["stop", "length", "context", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at the place of a token: of a softmax over the target's logits as they are, before
+    """Log-probabilities at the position of a token, by a softmax over the target's logits as they are, before
     ``logit_bias``, penalties, temperature and the rest.
 
     :ivar token: the token that was chosen, or is in the prompt.
-    :ivar logprob: its own (natural logarithm).
-    :ivar top: the most likely ones, (token, log-probability), falling.
+    :ivar logprob: its log-probability (natural logarithm).
+    :ivar top: the most likely tokens, (token, log-probability), most likely first.
     """
 
     token: int
@@ -36,21 +36,21 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class Stats:
-    """How a text came about.
+    """Statistics of the generation of a text.
 
     :ivar prompt_tokens: tokens of the prompt.
     :ivar tokens: tokens that were generated.
-    :ivar rounds: target passes after the prompt's own; each gives a token and what is accepted of a draft.
-    :ivar drafted: tokens that were drafted and verified; not those after the end of a text inside of a draft.
-    :ivar accepted: those that became part of the text.
-    :ivar drafted_at: by position in the draft: how often one was verified there.
-    :ivar accepted_at: by position: how often one was accepted.
-    :ivar target_seconds: in the target's passes and with its memory; what several texts share is split by
-        their tokens in it.
-    :ivar draft_seconds: in the drafter, its processing of the target's batches included; split in the same
-        way.
-    :ivar sampling_seconds: choosing tokens from logits, and making texts of them. All time is in one of the
-        three, but for what the caller takes between events.
+    :ivar rounds: target passes after the prefill; each gives a token and the accepted tokens of a draft.
+    :ivar drafted: tokens that were drafted and verified; where a text ends inside a draft, not those after.
+    :ivar accepted: drafted tokens that became part of the text.
+    :ivar drafted_at: by position in the draft, how many tokens were verified there.
+    :ivar accepted_at: by position in the draft, how many tokens were accepted there.
+    :ivar target_seconds: seconds of the target's passes and of work on its memory; a pass of several texts is
+        split by their tokens in it.
+    :ivar draft_seconds: seconds of the drafter, its processing of the target's batches included; split in the
+        same way.
+    :ivar sampling_seconds: seconds of choosing tokens from logits and making text of them. Together the three
+        are all the time but what the caller spends between events.
     """
 
     prompt_tokens: int = 0
@@ -66,7 +66,7 @@ class Stats:
 
     @property
     def tokens_per_round(self) -> float:
-        """Acceptance length: tokens a round, 1.0 without a draft; nan before the first round."""
+        """Acceptance length: tokens per round, 1.0 without drafts; nan before the first round."""
         return (self.tokens - 1) / self.rounds if self.rounds else float("nan")
 
     @property
@@ -76,13 +76,13 @@ class Stats:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """By position in the draft: of the drafts at least that long, the share accepted up to there."""
+        """Acceptance by position: of the drafts at least that long, the share accepted up to there."""
         return [
             accepted / drafted for accepted, drafted in zip(self.accepted_at, self.drafted_at, strict=True)
         ]
 
     def count(self, drafted: int, accepted: int) -> None:
-        """Note a round in which so many drafted tokens were verified."""
+        """Count a round with ``drafted`` verified tokens, ``accepted`` of them accepted."""
         self.rounds += 1
         self.drafted += drafted
         self.accepted += accepted
@@ -97,22 +97,23 @@ class Stats:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Generation:
-    """A text generated after a prompt, finished: tokens, text, and how it came about.
+    """The finished text of a prompt: tokens, text, states, and statistics. Fields that were not asked for are
+    None.
 
-    :ivar index: which prompt.
-    :ivar prompt: int32 ``(n_prompt,)``: its tokens.
-    :ivar tokens: int32 ``(n,)``: what was generated, a stop token included.
-    :ivar text: its text, without the stop token or string.
-    :ivar finish_reason: why it ended: "stop", "length", "context" or "cancelled".
-    :ivar states: where asked for: the target's states of the generated tokens, one row each (``"full"``), or
-        of the last one (``"last"``). At the end of a full context there is no place for the last token, and
-        its row is missing.
-    :ivar prompt_states: where asked for: the target's states of the prompt's tokens, one row each; of a
-        prompt that was cancelled before all of it was computed, of those that were.
-    :ivar logprobs: where asked for, one for each token.
-    :ivar stats: how it came about.
-    :ivar prompt_logprobs: where asked for, one for each token of the prompt: None for the first one, which
-        follows nothing; of a prompt that was cancelled before all of it was computed, of those that were.
+    :ivar index: index of the prompt.
+    :ivar prompt: int32 ``(n_prompt,)``: tokens of the prompt.
+    :ivar tokens: int32 ``(n,)``: the generated tokens, a stop token included.
+    :ivar text: their text, without the stop token or string.
+    :ivar finish_reason: why the text ended: "stop", "length", "context" or "cancelled".
+    :ivar states: the target's states of the generated tokens, one row each (``"full"``), or of the last one
+        (``"last"``). At the end of a full context there is no place for the last token, and its row is
+        missing.
+    :ivar prompt_states: the target's states of the prompt's tokens, one row each; after a cancellation during
+        prefill, only of the tokens that were computed.
+    :ivar logprobs: one for each generated token.
+    :ivar stats: the statistics.
+    :ivar prompt_logprobs: one for each token of the prompt: None for the first one, which follows nothing;
+        after a cancellation during prefill, only of the tokens that were computed.
     """
 
     index: int
@@ -130,42 +131,38 @@ class Generation:
 def whole_states(
     generation: Generation, dtype: np.dtype[Any] | None = None
 ) -> tuple[States, NDArray[np.float32]]:
-    """The states of a text in one piece, of its prompt (where they were asked for) and of what was generated.
+    """Join the states of a text: those of its prompt (where they were asked for) and of its generated tokens.
 
-    :param dtype: what the states are converted to; None keeps them.
-    :returns: a copy of the states, ``(n, n_layers, n_embd)``, and for each of their tokens 1 where it was
-        generated, else 0: float32 ``(n,)``.
+    :param dtype: convert the states to it; None keeps theirs.
+    :returns: a copy of the states, ``(n, n_layers, n_embd)``, and a mask of the generated tokens: float32
+        ``(n,)``, 1 where a token was generated, else 0.
     :raises InvalidInputError: the generation has no state of each generated token.
     """
     states = generation.states
-    if states is None or states._details.get("rows") != "full":
+    if states is None or captured_rows(states) != "full":
         raise InvalidInputError(
             "there is no state of each generated token; generate with states='full' (and prompt_states=True)"
         )
-    parts = [one for one in (generation.prompt_states, states) if one is not None]
-    array = np.concatenate([one.array for one in parts], dtype=dtype, casting="unsafe")
-    tokens = np.concatenate([one.tokens for one in parts])
-    array.flags.writeable = tokens.flags.writeable = False
-    whole = States(array, tokens, states.layers, n_layer=states._n_layer, source=states._source)
-    generated = np.ones(len(tokens), np.float32)
-    generated[: len(tokens) - len(states)] = 0
+    whole = join_states([part for part in (generation.prompt_states, states) if part is not None], dtype)
+    generated = np.ones(len(whole), np.float32)
+    generated[: len(whole) - len(states)] = 0
     return whole, generated
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Event:
-    """A generated token, as it comes.
+    """A generated token, as it comes. Fields that were not asked for are None.
 
-    :ivar index: which prompt.
-    :ivar token: the token; -1 in the last event of a cancelled text whose tokens were all given out (or that
-        never had any), and in the only one with ``max_tokens=0``, which have none.
-    :ivar text: the text that it completes: whole characters, and nothing that may yet turn out to be a stop
-        string. The texts of a prompt's events join to :attr:`Generation.text`.
-    :ivar states: the target's states of the token, one row, where asked for (with ``"last"``, of the last
-        token alone). They are computed a round after the token, and the event waits for them.
-    :ivar logprobs: where asked for.
-    :ivar final: of a prompt's last event: all of its generation.
-    :ivar prompt_logprobs: in a prompt's first event, where asked for: as of :class:`Generation`.
+    :ivar index: index of the prompt.
+    :ivar token: the token; -1 in an event without one: the last event of a cancelled text whose tokens were
+        all given out (or that never had any), and the only event with ``max_tokens=0``.
+    :ivar text: the text that the token completes: whole characters, and nothing that may yet turn out to be a
+        stop string. The texts of a prompt's events join to :attr:`Generation.text`.
+    :ivar states: the target's states of the token, one row (with ``"last"``, only of the last token). They
+        are computed a round after the token, and the event waits for them.
+    :ivar logprobs: log-probabilities at the token.
+    :ivar final: in a prompt's last event, the whole generation.
+    :ivar prompt_logprobs: in a prompt's first event, as of :class:`Generation`.
     """
 
     index: int
@@ -178,6 +175,6 @@ class Event:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     def cancel(self) -> None:
-        """End this prompt's generation: what its last round gave still comes, and then an event with
-        :attr:`final`. Without ``states`` no pass of the target is made for it any more."""
+        """End this prompt's generation. The events of its last round still come, and then one with
+        :attr:`final`. Without ``states`` the target makes no further pass for it."""
         self._cancel()

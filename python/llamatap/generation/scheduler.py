@@ -105,7 +105,7 @@ class Scheduler:
                 self._engine.native.memory_remove(seq, -1, -1)
 
     def check_tap(self) -> None:
-        """Check before a round that no open tap stands in its way.
+        """Check before a round that no open tap is in its way.
 
         :raises InvalidInputError: a tap is open, and the drafter or a request needs states.
         """

@@ -35,10 +35,10 @@ def assign_entries(requests: Sequence[Request], context: Context, most_scored: i
     left_scored = min(left, most_scored)
     # The oldest prompt gets at least half of the room, so that its prefill ends too. Then the shortest
     # remainder first: short prompts do not wait for a long one.
-    shortest_first = sorted(in_prefill, key=lambda request: request.n_unfed)
+    shortest_first = sorted(in_prefill, key=lambda request: request.n_prompt_left)
     for request, divisor in [(in_prefill[0], 2), *((request, 1) for request in shortest_first)]:
         room = min(left, left_scored) if request.scores_prompt else left
-        n_more = min(request.n_unfed - request.n_entries, -(-room // divisor))
+        n_more = min(request.n_prompt_left - request.n_entries, -(-room // divisor))
         request.n_entries += n_more
         left -= n_more
         if request.scores_prompt:

@@ -36,7 +36,7 @@ class Verifier:
     def verify(self, request: Request, states: States | None) -> int:
         """Verify the request's draft in the last pass and append the chosen tokens.
 
-        :param states: what was tapped in the pass.
+        :param states: the states that were tapped in the pass.
         :returns: the number of accepted drafted tokens.
         :raises NotFiniteError: the logits hold NaN or infinity.
         """

@@ -14,17 +14,16 @@ __all__ = ["atomic_path"]
 
 @contextlib.contextmanager
 def atomic_path(target: Path) -> Iterator[Path]:
-    """A path to write to, renamed to ``target`` at the end and removed on an error, as is all that writing it
-    leaves beside it.
+    """A path to write to, which becomes ``target`` at the end of the block and is removed on an error.
 
-    It has the target's name, in a folder beside the target: the name with a dot before it and, after another
-    dot, eight hexadecimal digits. That folder is all that a killed process leaves.
+    It has the target's name, in a folder of its own beside the target: ``.NAME.`` and 8 hexadecimal digits. A
+    process that is killed leaves nothing but that folder.
     """
     folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     folder.mkdir(0o700)
     try:
         scratch = folder / target.name
-        # Has the kernel apply the umask, which cannot be read without setting it for all threads.
+        # So the kernel applies the umask, which cannot be read without setting it for all threads.
         scratch.touch()
         mode = stat.S_IMODE(scratch.stat().st_mode)
         yield scratch

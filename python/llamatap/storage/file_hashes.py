@@ -13,11 +13,11 @@ from typing import Any
 from llamatap.storage.atomic_writes import atomic_path
 from llamatap.storage.cache_folder import cache_folder
 
-__all__ = ["file_sha256", "hash_file", "sample_file"]
+__all__ = ["compute_sha256", "file_sha256", "sampled_sha256"]
 
 
-def hash_file(path: Path) -> str:
-    """The sha256 of a file, computed."""
+def compute_sha256(path: Path) -> str:
+    """Compute the sha256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while chunk := stream.read(1 << 22):
@@ -25,8 +25,8 @@ def hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def sample_file(path: Path) -> str:
-    """The sha256 of a file's size and of 64 pieces of it: tells files of other weights apart, at once."""
+def sampled_sha256(path: Path) -> str:
+    """The sha256 of a file's size and of 64 pieces of it: quick, and another one for other weights."""
     pieces, width = 64, 4096
     with path.open("rb") as stream:
         size = stream.seek(0, os.SEEK_END)
@@ -39,8 +39,8 @@ def sample_file(path: Path) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _hashed(file: Path, size: int, mtime_ns: int) -> str:
-    """As :func:`hash_file`, once in a process: the index cannot be written everywhere."""
-    return hash_file(file)
+    """As :func:`compute_sha256`, remembered in the process: the index cannot be written everywhere."""
+    return compute_sha256(file)
 
 
 def _index(path: Path) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def file_sha256(path: str | os.PathLike[str]) -> str:
     if isinstance(entry, list) and entry[:2] == known and len(entry) == 3:
         return str(entry[2])
     result = _hashed(file, *known)
-    # A cache that cannot be written costs time, nothing else.
+    # A cache that cannot be written costs nothing but time.
     with contextlib.suppress(OSError, ValueError):
         index = _index(index_file)
         index_file.parent.mkdir(parents=True, exist_ok=True)

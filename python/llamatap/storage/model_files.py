@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from llamatap.storage.file_hashes import file_sha256, sample_file
+from llamatap.storage.file_hashes import file_sha256, sampled_sha256
 
 __all__ = ["ModelFiles", "shard_paths"]
 
@@ -16,7 +16,7 @@ _FIRST_SHARD = re.compile(r"(.+)-00001-of-(\d{5})\.gguf", re.DOTALL)
 
 
 def shard_paths(path: Path) -> list[Path]:
-    """The shards that the name of a split model's first one stands for, in order; else the file alone."""
+    """All shards of a split model by the name of its first one, in order; of another file, the file alone."""
     if (found := _FIRST_SHARD.fullmatch(path.name)) is None:
         return [path]
     prefix, count = found[1], int(found[2])
@@ -33,19 +33,19 @@ class ModelFiles:
 
     def __init__(self, path: Path) -> None:
         first, *others = shard_paths(path)
-        # A file that is not split may have the name of a shard: the engine tells later.
+        # The name of a shard does not make a file one: the engine tells later.
         self.paths = [first, *(other for other in others if other.is_file())]
         self._statuses = [_status(one) for one in self.paths]
-        self._samples = [sample_file(one) for one in self.paths]
+        self._samples = [sampled_sha256(one) for one in self.paths]
 
     def only_first(self) -> None:
-        """Take the model for one that is not split, whatever the file's name."""
+        """Keep the first file alone: the model is not split, whatever the file's name."""
         del self.paths[1:], self._statuses[1:], self._samples[1:]
 
     @property
-    def sample(self) -> str:
-        """A hash that tells models of one shape apart, of pieces of all files."""
-        return _one_of(self._samples)
+    def sampled_sha256(self) -> str:
+        """A quick hash of pieces of all files, which tells models of one shape apart."""
+        return _combined(self._samples)
 
     def sha256(self) -> str | None:
         """The sha256 of the file; of a split model, that of the lines with its shards' sha256, in order:
@@ -56,7 +56,7 @@ class ModelFiles:
         try:
             if [_status(one) for one in self.paths] != self._statuses:
                 return None
-            return _one_of([file_sha256(one) for one in self.paths])
+            return _combined([file_sha256(one) for one in self.paths])
         except OSError:
             return None
 
@@ -66,7 +66,7 @@ def _status(path: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _one_of(hashes: Sequence[str]) -> str:
+def _combined(hashes: Sequence[str]) -> str:
     if len(hashes) == 1:
         return hashes[0]
     return hashlib.sha256("".join(f"{one}\n" for one in hashes).encode()).hexdigest()

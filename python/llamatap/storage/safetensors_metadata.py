@@ -12,10 +12,10 @@ from typing import Any
 
 __all__ = ["JSON_KEYS", "from_metadata", "to_metadata"]
 
-#: The key of the list.
+#: The key whose value lists the keys of JSON values.
 JSON_KEYS = "json_keys"
 
-# Keys that hold JSON in files that were written without the list.
+# The keys of JSON values in files that were written without that list.
 _ALWAYS_JSON = frozenset(
     (
         "flash_attention",
@@ -33,7 +33,7 @@ _ALWAYS_JSON = frozenset(
 
 
 def _is_text(value: object) -> bool:
-    """Whether a value is a string that UTF-8 can hold: the name of a file need not be."""
+    """Whether a value is a string of valid Unicode; the name of a file need not be."""
     try:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:
@@ -41,9 +41,9 @@ def _is_text(value: object) -> bool:
 
 
 def to_metadata(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Spell fields as the strings of a file's metadata.
+    """Convert fields to the strings of a file's metadata.
 
-    :param fields: strings, or what JSON has.
+    :param fields: strings, or other values of JSON.
     """
     are_json = [key for key, value in fields.items() if not _is_text(value)]
     found = {key: json.dumps(value) if key in are_json else value for key, value in fields.items()}
@@ -53,7 +53,7 @@ def to_metadata(fields: Mapping[str, Any]) -> dict[str, str]:
 def from_metadata(metadata: Mapping[str, str]) -> dict[str, Any]:
     """Read the fields that :func:`to_metadata` wrote.
 
-    :raises ValueError: what should be JSON is none, or is nested too deeply.
+    :raises ValueError: a value that should be JSON is not, or is nested too deeply.
     """
     try:
         return _read(metadata)

@@ -1,4 +1,4 @@
-"""The bytes of a saved sequence: the engine's own, under a header that says which context they fit."""
+"""The format of a saved sequence: the engine's bytes after a header that says which contexts they fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAGIC = b"llamatap-state-1"
 
 
 def pack(fingerprint: Mapping[str, Any], state: bytes) -> bytes:
-    """`state` under a header with the fingerprint of its context and a checksum."""
+    """`state` after a header with the fingerprint of its context and a checksum."""
     header = json.dumps(fingerprint, sort_keys=True).encode()
     return b"".join(
         (_MAGIC, struct.pack("<IQI", len(header), len(state), zlib.crc32(header + state)), header, state)
@@ -24,9 +24,9 @@ def pack(fingerprint: Mapping[str, Any], state: bytes) -> bytes:
 
 
 def unpack(fingerprint: Mapping[str, Any], data: object) -> bytes:
-    """The engine's bytes in `data`.
+    """Check `data` against the fingerprint of a context, and take the engine's bytes out of it.
 
-    :raises InvalidInputError: truncated or changed data, or that of another context.
+    :raises InvalidInputError: the data is truncated or damaged, or was saved from another context.
     """
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise InvalidInputError(f"a saved state is bytes, not {type(data).__name__}")

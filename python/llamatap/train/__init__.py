@@ -1,11 +1,15 @@
-"""Training drafters on the model that they are to draft for, while it generates: what is collected, and the
-batches that are made of it. NumPy alone; :mod:`llamatap.train.pytorch` has it as PyTorch wants it."""
+"""Co-training: training a drafter on its target's states while the target generates.
+
+:class:`DataBuffer` collects samples, :func:`training_batch` makes batches of them. Only NumPy is needed;
+:mod:`llamatap.train.pytorch` gives PyTorch tensors.
+"""
 
 from __future__ import annotations
 
 from llamatap.train.batch import Pairing, TrainingBatch, trainable, training_batch, window
-from llamatap.train.buffer import DataBuffer, Sample
+from llamatap.train.buffer import DataBuffer
 from llamatap.train.options import TrainOptions
+from llamatap.train.sample import TrainingSample as Sample
 
 __all__ = [
     "DataBuffer",

@@ -1,38 +1,40 @@
-"""Batches to train on: which part of a text, and which token goes with which state."""
+"""Training batches: the window of each sample, and the pairing of tokens with states."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap._validate import integer, shown
+from llamatap._validate import choice, integer
 from llamatap.errors import InvalidInputError
-from llamatap.train.buffer import Sample
+from llamatap.train.sample import TrainingSample
 
-__all__ = ["Pairing", "TrainingBatch", "trainable", "training_batch", "window"]
+__all__ = ["PAIRINGS", "Pairing", "TrainingBatch", "trainable", "training_batch", "window"]
 
-#: The token paired with the state h[t]. "eagle": the next one, token[t+1], as the engine and EAGLE's own code
-#: pair them (llama.cpp, speculators, SpecForge). "verl": its own, token[t], as the co-training of verl does.
+#: The token paired with the state h[t]. "eagle": the next one, token[t+1], as in the engine and in EAGLE's
+#: own code (llama.cpp, speculators, SpecForge). "verl": its own, token[t], as in the co-training of verl.
 Pairing = Literal["eagle", "verl"]
+PAIRINGS = get_args(Pairing)
 
 
 class TrainingBatch(TypedDict):
-    """Samples one after another, L tokens in all, shifted by one. At t, the drafter has the token
-    ``input_ids[t]`` and the states ``hidden_states[t]``, and learns to give ``target[t]``.
+    """Concatenated samples, L tokens in all, shifted by one: at t, the drafter reads the token
+    ``input_ids[t]`` and the states ``hidden_states[t]``, and learns to predict ``target[t]``.
 
     :ivar input_ids: int64 ``[1, L-1]``: token[t+1] or token[t], see :data:`Pairing`.
     :ivar hidden_states: ``[1, L-1, D]``: h[t]. EAGLE-1/2: of the last layer, D = n_embd. EAGLE-3: of all
-        layers but the last one, side by side, D = (n_layers - 1) * n_embd.
+        layers but the last one, concatenated, D = (n_layers - 1) * n_embd.
     :ivar target: ``[1, L-1, n_embd]``: h[t+1] of the last layer.
-    :ivar loss_mask: float32 ``[1, L-1]``: 1 where the token t+1 counts; 0 where t and t+1 are of two samples.
+    :ivar loss_mask: float32 ``[1, L-1]``: 1 where token t+1 is to be learnt; 0 where t and t+1 belong to two
+        samples.
     :ivar attention_mask: int64 ``[1, L-1]``: ones; there is no padding.
-    :ivar document_ids: int64 ``[1, L-1]``: which sample h[t] is of, from 0 on. Samples must not attend to one
-        another: t sees u <= t of its own document alone.
-    :ivar position_ids: int64 ``[1, L-1]``: the place of ``input_ids[t]`` in its window.
+    :ivar document_ids: int64 ``[1, L-1]``: the sample of h[t], from 0. Samples must not attend to one
+        another: t attends to u <= t of its own document only.
+    :ivar position_ids: int64 ``[1, L-1]``: the position of ``input_ids[t]`` in its window.
     """
 
     input_ids: NDArray[np.int64]
@@ -44,10 +46,11 @@ class TrainingBatch(TypedDict):
     position_ids: NDArray[np.int64]
 
 
-def window(sample: Sample, max_len: int = 512) -> tuple[int, int]:
-    """The part of a sample that is trained on: ``max_len`` tokens, or the whole sample if that is shorter. It
-    starts at the first token of the response where that fits; a longer response gives its end, and a sample
-    without a response its last tokens.
+def window(sample: TrainingSample, max_len: int = 512) -> tuple[int, int]:
+    """The part of a sample to train on: ``max_len`` tokens, or the whole sample if that is shorter.
+
+    It starts at the first token of the response if the response fits. Of a longer response it is the end, and
+    of a sample without a response the last tokens.
 
     :returns: (start, stop): 2,048 tokens of which the last 548 are the response give (1536, 2048).
     """
@@ -58,19 +61,21 @@ def window(sample: Sample, max_len: int = 512) -> tuple[int, int]:
     if not len(response):
         return n - length, n
     begin, end = int(response[0]), int(response[-1]) + 1
-    # No window begins so late that it would be shorter than it may be.
+    # Not so late that the window would be shorter than necessary.
     start = min(begin, n - length)
     if end - start > length:
         start = end - length
     return start, start + length
 
 
-def trainable(samples: Iterable[Sample], max_len: int = 512) -> tuple[list[Sample], dict[str, int]]:
-    """The samples that something can be learnt from.
+def trainable(
+    samples: Iterable[TrainingSample], max_len: int = 512
+) -> tuple[list[TrainingSample], dict[str, int]]:
+    """Select the samples that can be trained on.
 
-    :returns: these samples, in order, and how many others there are by what is missing: "no states", "rows,
-        tokens and loss mask of unlike lengths", "fewer than 2 rows", "NaN or infinity in the states", "no
-        token in the window counts for the loss".
+    :returns: these samples, in order, and the number of the others by reason: "no states", "rows, tokens and
+        loss mask of unlike lengths", "fewer than 2 rows", "NaN or infinity in the states", "no token in the
+        window counts for the loss".
     """
     found = []
     reasons: Counter[str] = Counter()
@@ -82,7 +87,7 @@ def trainable(samples: Iterable[Sample], max_len: int = 512) -> tuple[list[Sampl
     return found, dict(reasons)
 
 
-def _why_not(sample: Sample, max_len: int) -> str | None:
+def _why_not(sample: TrainingSample, max_len: int) -> str | None:
     if sample.hidden_states is None:
         return "no states"
     if not len(sample.hidden_states) == len(sample.input_ids) == len(sample.loss_mask):
@@ -92,24 +97,23 @@ def _why_not(sample: Sample, max_len: int) -> str | None:
     if not sample.finite:
         return "NaN or infinity in the states"
     start, stop = window(sample, max_len)
-    # The first token of a window has none before it that would predict it.
+    # The first token of a window is not predicted: no token comes before it.
     if not sample.loss_mask[start + 1 : stop].any():
         return "no token in the window counts for the loss"
     return None
 
 
 def training_batch(
-    samples: Iterable[Sample], *, max_len: int = 512, pairing: Pairing = "eagle"
+    samples: Iterable[TrainingSample], *, max_len: int = 512, pairing: Pairing = "eagle"
 ) -> TrainingBatch:
-    """Make a batch of the samples that something can be learnt from (:func:`trainable`), the window of each.
+    """Make a batch of the windows of the samples that can be trained on (:func:`trainable`).
 
-    :param max_len: of a window.
+    :param max_len: the most tokens of a window.
     :param pairing: "eagle" to train drafters that the engine runs; see :data:`Pairing`.
     :raises InvalidInputError: there is nothing to train on, with the numbers of samples by reason; or the
-        samples are of different layers, shapes or dtypes.
+        samples differ in layers, shapes or dtypes.
     """
-    if pairing not in ("eagle", "verl"):
-        raise InvalidInputError(f"pairing must be 'eagle' or 'verl', not {shown(pairing)}")
+    choice("pairing", pairing, PAIRINGS)
     samples = list(samples)
     chosen, reasons = trainable(samples, max_len)
     if not chosen:
@@ -135,9 +139,11 @@ def training_batch(
     }
 
 
-def _columns(samples: Sequence[Sample], parts: Sequence[slice]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Inputs ``(L, D)`` and targets ``(L, n_embd)`` of a drafter. They share no memory: trainers add noise to
-    the inputs in place."""
+def _columns(samples: Sequence[TrainingSample], parts: Sequence[slice]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The inputs ``(L, D)`` and targets ``(L, n_embd)`` of a drafter.
+
+    They share no memory, because trainers add noise to the inputs in place.
+    """
     arrays = [np.asarray(sample.hidden_states) for sample in samples]
     kinds = {
         (one.layers, array.shape[1:], str(array.dtype)) for one, array in zip(samples, arrays, strict=True)
@@ -159,7 +165,7 @@ def _columns(samples: Sequence[Sample], parts: Sequence[slice]) -> tuple[NDArray
 
 
 def nothing_to_train_on(n_samples: int, reasons: dict[str, int]) -> str:
-    """Says so, and why, for an error."""
+    """The message of the error that there is nothing to train on, with the reasons."""
     if not n_samples:
         return (
             "there is nothing to train on: no sample was added; give on_states=buffer.add_generation to "

@@ -5,34 +5,43 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from llamatap._validate import flag, integer, number, shown
+from llamatap._validate import choice, flag, integer, number
 from llamatap.errors import InvalidInputError
 from llamatap.states import dtype_name
-from llamatap.train.batch import Pairing, TrainingBatch, nothing_to_train_on, trainable, training_batch
-from llamatap.train.buffer import DataBuffer, Sample
+from llamatap.train.batch import (
+    PAIRINGS,
+    Pairing,
+    TrainingBatch,
+    nothing_to_train_on,
+    trainable,
+    training_batch,
+)
+from llamatap.train.buffer import DataBuffer
+from llamatap.train.sample import TrainingSample
 
 __all__ = ["TrainOptions"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """How much is kept, when training runs, and on what. The defaults are those of verl's co-training, by
-    which the samples of eight steps in ten are never trained on: for all of them, ``buffer_steps`` must be
-    ``training_interval_steps``.
+    """Options of co-training: the size of the buffer, when training runs, and on which samples.
 
-    :ivar data_buffer_max_size: samples that are kept over the steps.
-    :ivar data_buffer_max_bytes: what states take in memory, as ``max_bytes`` of :class:`DataBuffer`.
-    :ivar buffer_max_samples: samples of the current step that are kept.
-    :ivar store_hidden_states: keep states over the steps, as of :class:`DataBuffer`.
-    :ivar dtype: of the states that are kept.
-    :ivar training_interval_steps: training runs after each so many steps.
-    :ivar buffer_steps: it has the samples of so many steps, the current one included.
-    :ivar batch_size: samples a batch.
+    The defaults are those of verl's co-training, which never trains on the samples of 8 steps in 10. To train
+    on all of them, set ``buffer_steps`` to ``training_interval_steps``.
+
+    :ivar data_buffer_max_size: the most samples that are kept over the steps.
+    :ivar data_buffer_max_bytes: the most memory that states take, as ``max_bytes`` of :class:`DataBuffer`.
+    :ivar buffer_max_samples: the most samples of the current step that are kept.
+    :ivar store_hidden_states: keep states over the steps, as in :class:`DataBuffer`.
+    :ivar dtype: dtype of the states in the buffer.
+    :ivar training_interval_steps: the number of steps from one training to the next.
+    :ivar buffer_steps: the number of steps whose samples a training uses, including the current one.
+    :ivar batch_size: samples in a batch.
     :ivar max_len: the most tokens of a sample.
-    :ivar pairing: which token goes with which state; see :data:`Pairing`.
-    :ivar vloss_weight: of the loss between states; see :func:`llamatap.train.pytorch.eagle_loss`.
-    :ivar ploss_weight: of the loss between distributions.
-    :raises InvalidInputError: one is wrong.
+    :ivar pairing: the pairing of tokens with states; see :data:`Pairing`.
+    :ivar vloss_weight: weight of the loss between states; see :func:`llamatap.train.pytorch.eagle_loss`.
+    :ivar ploss_weight: weight of the loss between distributions.
+    :raises InvalidInputError: a value is wrong.
     """
 
     data_buffer_max_size: int = 10000
@@ -62,15 +71,14 @@ class TrainOptions:
         integer("max_len", self.max_len, 2)
         flag("store_hidden_states", self.store_hidden_states)
         dtype_name(self.dtype)
-        if self.pairing not in ("eagle", "verl"):
-            raise InvalidInputError(f"pairing must be 'eagle' or 'verl', not {shown(self.pairing)}")
+        choice("pairing", self.pairing, PAIRINGS)
         for name in ("vloss_weight", "ploss_weight"):
             # NaN fails the comparison.
             if not number(name, getattr(self, name)) >= 0:
                 raise InvalidInputError(f"{name} must be 0 or more, not {getattr(self, name)!r}")
 
     def buffer(self) -> DataBuffer:
-        """A new buffer of these sizes."""
+        """Make a buffer of these sizes."""
         return DataBuffer(
             self.data_buffer_max_size,
             self.store_hidden_states,
@@ -81,12 +89,12 @@ class TrainOptions:
 
     def due(self, buffer: DataBuffer) -> bool:
         """Whether training runs at the end of the buffer's current step, before
-        :meth:`DataBuffer.increment_step`: at those of 9, 19, 29, ... with an interval of 10."""
+        :meth:`DataBuffer.increment_step`: with an interval of 10, at the steps 9, 19, 29, ..."""
         return (buffer.step + 1) % self.training_interval_steps == 0
 
-    def samples(self, buffer: DataBuffer) -> list[Sample]:
-        """The samples of one training: of the last ``buffer_steps`` steps, oldest first; where the buffer
-        keeps no states over the steps, of the current one.
+    def samples(self, buffer: DataBuffer) -> list[TrainingSample]:
+        """The samples of one training: of the last ``buffer_steps`` steps, oldest first, or of the current
+        step only if the buffer keeps no states over the steps.
 
         :raises InvalidInputError: there is nothing to train on, with the numbers of samples by reason.
         """
@@ -101,12 +109,12 @@ class TrainOptions:
         """The batches of one training: :meth:`samples`, ``batch_size`` at a time.
 
         :raises InvalidInputError: there is nothing to train on, with the numbers of samples by reason; or,
-            with a batch, its samples are of different layers.
+            while iterating, the samples of a batch are of different layers.
         """
         samples = self.samples(buffer)
         firsts = range(0, len(samples), self.batch_size)
         return (self.batch(samples[first : first + self.batch_size]) for first in firsts)
 
-    def batch(self, samples: Iterable[Sample]) -> TrainingBatch:
-        """:func:`training_batch` with these options."""
+    def batch(self, samples: Iterable[TrainingSample]) -> TrainingBatch:
+        """Make a batch with these options; see :func:`training_batch`."""
         return training_batch(samples, max_len=self.max_len, pairing=self.pairing)

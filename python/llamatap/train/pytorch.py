@@ -1,5 +1,7 @@
-"""Co-training with PyTorch: a data set that reads a buffer, batches of tensors, and EAGLE's loss. Needs the
-extra ``llamatap[train]``."""
+"""Co-training with PyTorch: a data set that reads a buffer, batches of tensors, and EAGLE's loss.
+
+Needs the extra ``llamatap[train]``.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ import numpy as np
 from llamatap._extras import needs
 from llamatap.errors import UnsupportedError
 from llamatap.states import DTYPES
-from llamatap.train.buffer import DataBuffer, Sample
+from llamatap.train.buffer import DataBuffer
 from llamatap.train.options import TrainOptions
+from llamatap.train.sample import TrainingSample
 
 with needs("train", "llamatap.train.pytorch"):
     import torch
@@ -23,11 +26,11 @@ __all__ = ["BufferDataset", "collate", "eagle_loss", "tensor_of"]
 
 
 class BufferDataset(IterableDataset):  # type: ignore[misc]  # PyTorch may be absent where types are checked
-    """The samples of one training, as :meth:`TrainOptions.samples` has them when an iteration begins:
+    """Data set of the samples of one training, :meth:`TrainOptions.samples` when an iteration begins:
 
         loader = DataLoader(BufferDataset(buffer, options), options.batch_size, collate_fn=collate(options))
 
-    :param seed: of the order, another one each time; None for the order in which they were added.
+    :param seed: shuffle with this seed, differently each time; None for the order in which they were added.
     """
 
     def __init__(self, buffer: DataBuffer, options: TrainOptions, seed: int | None = None) -> None:
@@ -35,11 +38,11 @@ class BufferDataset(IterableDataset):  # type: ignore[misc]  # PyTorch may be ab
         self.options = options
         self._rng = None if seed is None else np.random.default_rng(seed)
 
-    def __iter__(self) -> Iterator[Sample]:
-        """
+    def __iter__(self) -> Iterator[TrainingSample]:
+        """Iterate over the samples of one training.
+
         :raises InvalidInputError: there is nothing to train on, with the numbers of samples by reason.
-        :raises UnsupportedError: in a worker process of a loader, which would have a copy of the buffer that
-            nothing is added to.
+        :raises UnsupportedError: in a worker process of a loader, whose copy of the buffer gets no samples.
         """
         if get_worker_info() is not None:
             raise UnsupportedError("the buffer is in the memory of this process; use num_workers=0")
@@ -49,26 +52,24 @@ class BufferDataset(IterableDataset):  # type: ignore[misc]  # PyTorch may be ab
         return iter(samples)
 
 
-def collate(options: TrainOptions) -> Callable[[Iterable[Sample]], dict[str, torch.Tensor]]:
-    """A function from samples to tensors, for ``DataLoader(collate_fn=)``: the arrays of
-    :class:`TrainingBatch`, with its names, shapes and dtypes.
-
-    :raises InvalidInputError: from the function, as of :func:`training_batch`.
+def collate(options: TrainOptions) -> Callable[[Iterable[TrainingSample]], dict[str, torch.Tensor]]:
+    """Make a ``collate_fn`` for ``DataLoader``: samples to the tensors of a :class:`TrainingBatch`, with its
+    names, shapes and dtypes. It raises what :func:`training_batch` raises.
     """
     return lambda samples: {name: tensor_of(array) for name, array in options.batch(samples).items()}
 
 
 def tensor_of(array: Any) -> torch.Tensor:
-    """The same memory as a tensor.
+    """A tensor in the memory of an array.
 
-    :param array: a NumPy array; of read-only ones only those whose memory may be written to, such as what a
-        connector reads, whose pages are private.
+    :param array: a NumPy array. A read-only one must have memory that may be written to, such as the private
+        pages that a connector reads.
     """
     if not array.flags.writeable:
         array = array.view()
         array.flags.writeable = True
     if array.dtype == DTYPES["bfloat16"]:
-        # PyTorch has a bfloat16 of its own and takes none of NumPy's.
+        # PyTorch takes no bfloat16 of NumPy's.
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
@@ -79,16 +80,17 @@ def eagle_loss(
     lm_head: Callable[[torch.Tensor], torch.Tensor],
     options: TrainOptions,
 ) -> torch.Tensor:
-    """The loss of EAGLE-1 and EAGLE-2 as in verl's co-training: ``vloss_weight`` times the smooth L1 distance
-    of the states, and ``ploss_weight`` times the cross-entropy of the target's distribution and the
-    drafter's, averages over the tokens that count, in float32.
+    """The loss of EAGLE-1 and EAGLE-2, as in verl's co-training.
 
-    :param predicted: ``[1, L-1, n_embd]``: what the drafter gives, of any floating dtype.
-    :param batch: of :func:`collate`, on the same device.
+    ``vloss_weight`` times the smooth L1 distance of the states, plus ``ploss_weight`` times the cross-entropy
+    of the target's and the drafter's distributions; averaged over the tokens of the loss mask, in float32.
+
+    :param predicted: the states that the drafter predicts, ``[1, L-1, n_embd]``, any floating dtype.
+    :param batch: a batch of :func:`collate`, on the same device.
     :param lm_head: the target's output head, from ``"norm"`` states ``[1, L-1, n_embd]`` to logits ``[1, L-1,
-        n_vocab]``. A module is given states of the dtype of its weights, another function those of
-        ``predicted``'s.
-    :returns: float32, no dimensions.
+        n_vocab]``. A module gets states in the dtype of its weights, another function in the dtype of
+        ``predicted``.
+    :returns: a float32 scalar.
     """
     target, mask = batch["target"], batch["loss_mask"]
     dtype = _dtype_of(lm_head) or predicted.dtype
@@ -101,6 +103,6 @@ def eagle_loss(
 
 
 def _dtype_of(head: object) -> torch.dtype | None:
-    """The dtype of a module's first floating-point weight; None if it has none."""
+    """The dtype of a module's first floating-point weight; None without one."""
     parameters = head.parameters() if isinstance(head, torch.nn.Module) else ()
     return next((one.dtype for one in parameters if one.is_floating_point()), None)

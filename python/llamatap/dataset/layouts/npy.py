@@ -1,11 +1,11 @@
-"""A layout to map into memory: one array a layer, the tokens of all samples one after another.
+"""Layout for memory mapping: one array a layer, the tokens of all samples concatenated.
 
 ``layer_{k}.npy`` [n_tokens, hidden] for each layer (``layer_norm.npy`` for norm(H_n)), in the data set's
-dtype; NumPy has no bfloat16 of its own, so that one is written as uint16: ``numpy.load(..., mmap_mode="r")``
+dtype. NumPy has no bfloat16, so that one is written as uint16; to read it: ``numpy.load(..., mmap_mode="r")``
 and ``.view(ml_dtypes.bfloat16)``. ``tokens.npy`` [n_tokens] int32, ``loss_mask.npy`` [n_tokens] bool, and
-``index.npy`` [n_samples, 3] int64: where a sample's rows begin, how many there are, and its row of the input.
-Rows that no sample of the index has are zero: their states were not finite. Until all is written the arrays
-are there in their full size, and zero where samples are missing.
+``index.npy`` [n_samples, 3] int64: a sample's first row in the arrays, its number of rows, and its row of
+the input. Rows that belong to no sample of the index are zero: their states were not finite. The arrays have
+their full size from the start, and are zero where samples are still missing.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap.dataset._computed import boot_id
-from llamatap.dataset.layouts._layout import Layout
+from llamatap.dataset.batch_journal import boot_id
+from llamatap.dataset.layouts.layout import Layout
 from llamatap.layers import LayerId
 from llamatap.states import DTYPES
 from llamatap.storage.atomic_writes import atomic_path
 
 __all__ = ["NpyLayout"]
 
-# Marks of samples: written, which a power failure may undo, and on the disk.
+# Marks of samples: written, which a power failure may undo; and synced to the disk.
 _WRITTEN, _SYNCED = 1, 2
 # Seconds between syncs.
 _INTERVAL = 30.0
 
 
 class NpyLayout(Layout):
-    """See the module."""
+    """Layout ``npy``: see the module."""
 
     name = "npy"
 
     @property
     def _marks(self) -> Path:
-        # A byte a sample, set once it is written.
+        # A byte a sample, set once the sample is written.
         return self.folder / ".llamatap" / "written"
 
     @property
@@ -73,15 +73,15 @@ class NpyLayout(Layout):
             path = self._path(layer)
             if path.exists() and path.stat().st_size == self._file_bytes():
                 continue
-            # Marks left over are stale: the rows that they mark are not there.
+            # Leftover marks are stale: the rows that they mark are missing.
             self._marks.unlink(missing_ok=True)
             with atomic_path(path) as scratch, scratch.open("wb") as file:
                 file.write(self._header())
                 file.flush()
-                # The room is taken now, or refused.
+                # Allocate the space now, or fail now.
                 os.posix_fallocate(file.fileno(), 0, self._file_bytes())
         marks = self.written()
-        if not self._marks.exists() or self._booted():
+        if not self._marks.exists() or self._rebooted():
             with atomic_path(self._marks) as scratch:
                 scratch.write_bytes((marks * np.uint8(_SYNCED)).tobytes())
             with atomic_path(self._boot) as scratch:
@@ -89,8 +89,8 @@ class NpyLayout(Layout):
         self._unsynced: list[int] = []
         self._last_sync = time.monotonic()
 
-    def _booted(self) -> bool:
-        """Whether the machine was started again since the marks were begun."""
+    def _rebooted(self) -> bool:
+        """Whether the machine was rebooted since the marks were started."""
         try:
             return self._boot.read_text() != boot_id()
         except FileNotFoundError:
@@ -103,7 +103,7 @@ class NpyLayout(Layout):
             return np.zeros(len(self.samples), np.bool_)
         if len(marks) != len(self.samples):
             return np.zeros(len(self.samples), np.bool_)
-        return marks >= (_SYNCED if self._booted() else _WRITTEN)
+        return marks >= (_SYNCED if self._rebooted() else _WRITTEN)
 
     def write(self, index: int, states: NDArray[Any]) -> None:
         start = len(self._header()) + int(self.samples.offsets[index]) * self.n_embd * self.item_bytes

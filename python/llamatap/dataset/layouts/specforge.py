@@ -1,8 +1,8 @@
-"""The layout that SpecForge (0.2.0) reads when it trains EAGLE-3 drafters offline.
+"""Layout of SpecForge (0.2.0), for offline training of EAGLE-3 drafters.
 
-``rows_{g}-{g+2000}/data_{i}.ckpt``, by ``torch.save``: a mapping with ``input_ids`` and ``loss_mask``, both
-[n] int64, ``aux_hidden_state`` [1, n, n_layers * hidden], the layers side by side, and ``hidden_state``
-[1, n, hidden], which is norm(H_n): the head reads it. ``provenance`` is JSON.
+Files ``rows_{g}-{g+2000}/data_{i}.ckpt`` of ``torch.save``: a mapping with ``input_ids`` and ``loss_mask``,
+both [n] int64, ``aux_hidden_state`` [1, n, n_layers * hidden], the layers concatenated, and ``hidden_state``
+[1, n, hidden], which is norm(H_n), the input of the output head. ``provenance`` is JSON.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap.dataset.layouts._layout import FilePerSample
+from llamatap.dataset.layouts.layout import FilePerSample
 from llamatap.storage.atomic_writes import atomic_path
 
 if TYPE_CHECKING:
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 __all__ = ["SpecForgeLayout"]
 
-#: Files of a folder.
+#: Files in a folder.
 _GROUP = 2000
 
 
 class SpecForgeLayout(FilePerSample):
-    """See the module."""
+    """Layout ``specforge``: see the module."""
 
     name = "specforge"
     last_is_norm = True
@@ -47,7 +47,7 @@ class SpecForgeLayout(FilePerSample):
         aux = torch.empty(1, n_tokens, (len(self.columns) - 1) * width, dtype=getattr(torch, self.dtype))
         last = torch.empty(1, n_tokens, width, dtype=aux.dtype)
         with tempfile.TemporaryDirectory() as folder, torch.serialization.skip_data():
-            # Files are named "archive" inside when torch does not know their names.
+            # torch names the archive after the file; written to a file object, as below, it is "archive".
             path = Path(folder) / "archive.ckpt"
             torch.save(self._content(ids, ids.clone(), aux, last, row), path)
             return path.stat().st_size
@@ -71,18 +71,18 @@ class SpecForgeLayout(FilePerSample):
         last = _tensor(states[:, -1], self.dtype)
         ids, mask = (torch.from_numpy(part.astype(np.int64)) for part in (sample.tokens, sample.loss_mask))
         content = self._content(ids, mask, aux[None], last[None], sample.row)
-        # A file of Python's: its errors are OSErrors, and its name is not in what is written.
+        # Opened by Python: errors are OSErrors, and the file's name does not get into its content.
         with atomic_path(self.path(index)) as scratch, scratch.open("wb") as file:
             torch.save(content, file)
 
     def finish(self, lost: Sequence[int]) -> None:
-        """There is nothing that tells of all samples: the loader lists the files."""
+        """Nothing to write: the loader lists the files."""
 
 
 def _tensor(array: NDArray[Any], dtype: str) -> torch.Tensor:
     import torch
 
-    # PyTorch does not know NumPy's bfloat16. The copy is of this tensor alone, which is all that is saved.
+    # PyTorch takes no bfloat16 of NumPy's. Copied, because torch.save writes the whole memory of a view.
     array = array.view(np.int16) if dtype == "bfloat16" else array
     tensor: torch.Tensor = torch.from_numpy(np.array(array, order="C"))
     return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor

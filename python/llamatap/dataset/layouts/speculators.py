@@ -1,6 +1,6 @@
-"""The layout that the ``speculators`` library (0.9.0) reads with its ``ArrowDataset``.
+"""Layout of the ``speculators`` library (0.9.0), for its ``ArrowDataset``.
 
-A data set on disk with ``input_ids``, ``loss_mask`` and ``seq_len``, and for its row i the file
+An Arrow data set with ``input_ids``, ``loss_mask`` and ``seq_len``, and for its row i the file
 ``hidden_states/hs_{i}.safetensors`` with ``token_ids`` [n] int64 and ``hidden_states`` [n, n_layers, hidden],
 whose last layer is H_n, without the final norm.
 """
@@ -15,19 +15,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap.dataset.layouts._arrow import write_dataset
-from llamatap.dataset.layouts._layout import FilePerSample
+from llamatap.dataset.layouts.arrow_dataset import write_dataset
+from llamatap.dataset.layouts.layout import FilePerSample
 from llamatap.states import write_tensors
 from llamatap.storage.safetensors_metadata import to_metadata
 
 __all__ = ["SpeculatorsLayout"]
 
-# The names that safetensors has for them.
+# Names of dtypes in safetensors.
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 class SpeculatorsLayout(FilePerSample):
-    """See the module."""
+    """Layout ``speculators``: see the module."""
 
     name = "speculators"
     needs = ("pyarrow",)
@@ -48,7 +48,7 @@ class SpeculatorsLayout(FilePerSample):
             },
         }
         length = len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode())
-        # The header's length, and the header, which blanks bring to a multiple of eight bytes.
+        # The length of the header, and the header, which is padded with blanks to a multiple of 8 bytes.
         return 8 + (length + 7) // 8 * 8 + ids + states
 
     def _metadata(self, row: int) -> dict[str, Any]:
@@ -62,16 +62,16 @@ class SpeculatorsLayout(FilePerSample):
     def finish(self, lost: Sequence[int]) -> None:
         kept = self._without_gaps(lost)
         for place, index in enumerate(kept):
-            # Files that were moved before an interruption are in their place already.
+            # Files that were moved before an interruption are in place already.
             if place != index and self.path(index).exists():
                 self.path(index).replace(self.path(place))
         write_dataset(self.folder, (self.samples[index] for index in kept), self.samples.sha256()[:16])
 
     def _without_gaps(self, lost: Sequence[int]) -> list[int]:
-        """The samples in the order of their files: the last ones come to where samples are missing.
+        """The samples in the order of their files, with the last ones moved into the places of lost ones.
 
-        A file's number is its row of the data set, so there may be no gaps. Each file moves once, to a place
-        that no other one leaves: what was done can be told from the file being gone.
+        The number of a file is its row in the data set, so there may be no gaps. Each file moves once, to a
+        place that no other file leaves, so that after an interruption a missing file tells that it was moved.
         """
         gaps = set(lost)
         n_kept = len(self.samples) - len(gaps)

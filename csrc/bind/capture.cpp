@@ -1,0 +1,180 @@
+#include <pybind11/typing.h>
+
+#include "bind/bind.hpp"
+#include "capture/extract.hpp"
+#include "capture/layer_map.hpp"
+#include "capture/tap.hpp"
+#include "engine/context/context.hpp"
+#include "engine/error.hpp"
+
+namespace llamatap::bind {
+
+namespace {
+
+/// "float32", "float16" or "bfloat16".
+DType parse_dtype(const std::string& name) {
+  if (name == "float32") return DType::f32;
+  if (name == "float16") return DType::f16;
+  if (name == "bfloat16") return DType::bf16;
+  throw InvalidInput("dtype must be float32, float16 or bfloat16, not " + name);
+}
+
+Pooling parse_pooling(const std::string& name) {
+  if (name == "none") return Pooling::none;
+  if (name == "mean") return Pooling::mean;
+  if (name == "last") return Pooling::last;
+  if (name == "max") return Pooling::max;
+  throw InvalidInput("pooling must be mean, last or max, not " + name);
+}
+
+/// A view of the block that keeps it alive. bfloat16 comes as uint16, which NumPy knows.
+py::array view_of(const std::shared_ptr<Block>& block, const std::vector<py::ssize_t>& shape, DType dtype,
+                  bool writable) {
+  const py::dtype type = dtype == DType::f32   ? py::dtype::of<float>()
+                         : dtype == DType::f16 ? py::dtype("float16")
+                                               : py::dtype::of<uint16_t>();
+  auto owner = std::make_unique<std::shared_ptr<Block>>(block);
+  const py::capsule base(owner.get(),
+                         [](void* pointer) { delete static_cast<std::shared_ptr<Block>*>(pointer); });
+  owner.release();  // the capsule deletes it
+  py::array array(type, shape, {}, block->data(), base);
+  if (!writable) array.attr("setflags")(py::arg("write") = false);
+  return array;
+}
+
+using Bytes = py::array_t<uint8_t, py::array::c_style>;
+using ConstMap = std::shared_ptr<LayerMap>;
+
+/// (tokens, begin, end, pooling, out as bytes)
+using Job = std::tuple<Ints, int32_t, int32_t, std::string, Bytes>;
+
+/// A poll that asks a function of Python's, too. What the function raises comes out of the call.
+Poll cancellable(const Poll& signals, const std::optional<py::typing::Callable<bool()>>& cancelled) {
+  if (!cancelled) return signals;
+  return [signals, function = cancelled->ptr()] {
+    if (signals) signals();
+    const py::gil_scoped_acquire gil;
+    if (py::reinterpret_borrow<py::function>(function)().cast<bool>()) throw Cancelled();
+    return false;
+  };
+}
+
+bool run_extract(Context& context, const ConstMap& map, const std::vector<int32_t>& slots,
+                 const std::string& dtype_name, const std::vector<Job>& given,
+                 const std::optional<py::typing::Callable<bool()>>& cancelled) {
+  const DType dtype = parse_dtype(dtype_name);
+  std::vector<ExtractJob> jobs;
+  for (const auto& [tokens, begin, end, pooling, out] : given) {
+    ExtractJob job{to_vector(tokens), begin, end, parse_pooling(pooling), nullptr};
+    const auto rows = job.pooling == Pooling::none ? static_cast<size_t>(end - begin) : 1U;
+    const size_t bytes = rows * slots.size() * static_cast<size_t>(map->n_embd()) * item_size(dtype);
+    if (static_cast<size_t>(out.nbytes()) != bytes) {
+      throw InvalidInput("out must hold " + std::to_string(bytes) + " bytes, not " +
+                         std::to_string(out.nbytes()));
+    }
+    // mutable_data() refuses a read-only array.
+    job.out = reinterpret_cast<std::byte*>(const_cast<Bytes&>(out).mutable_data());
+    jobs.push_back(std::move(job));
+  }
+  const Poll poll = cancellable(signal_poll(), cancelled);
+  // `given` holds the arrays until this returns; no Python object but `cancelled` is touched in between.
+  const GilReleased released;
+  return extract(context, map, slots, dtype, jobs, poll);
+}
+
+TapWay parse_way(const std::string& name) {
+  if (name == "automatic") return TapWay::automatic;
+  if (name == "callback") return TapWay::callback;
+  if (name == "hooks") return TapWay::hooks;
+  throw InvalidInput("way must be automatic, callback or hooks, not " + name);
+}
+
+std::tuple<py::array, Ints> run_tapped(Context& context, const ConstMap& map,
+                                       const std::vector<int32_t>& slots, const std::string& dtype_name,
+                                       bool outputs_only, const Batch& batch, const std::string& way) {
+  const TapPlan plan{slots, parse_way(way), parse_dtype(dtype_name), outputs_only};
+  Tapped tapped;
+  // A copy of the batch: another thread may change it while the engine computes.
+  const Batch copy = batch;
+  {
+    const Poll poll = signal_poll();
+    const GilReleased released;
+    tapped = decode_tapped(context, map, plan, copy, poll);
+  }
+  const std::vector<py::ssize_t> shape{static_cast<py::ssize_t>(tapped.rows.size()),
+                                       static_cast<py::ssize_t>(slots.size()), map->n_embd()};
+  std::vector<int32_t> tokens;
+  for (const int32_t row : tapped.rows) tokens.push_back(copy.has_embeddings() ? -1 : copy.tokens()[row]);
+  return {view_of(tapped.block, shape, plan.dtype, false), to_array(tokens)};
+}
+
+void register_layer_map(py::module_& module) {
+  py::class_<LayerMap, std::shared_ptr<LayerMap>> bound(
+      module, "LayerMap", "Map from each layer of a model to the node of the engine's graph that gives it.");
+  seal(bound);
+  bound
+      .def_static(
+          "resolve",
+          [](const std::shared_ptr<Model>& model) {
+            const GilReleased released;
+            // Bound as a holder of non-const; nothing in it can be changed from Python.
+            return std::const_pointer_cast<LayerMap>(LayerMap::resolve(model));
+          },
+          py::arg("model"))
+      .def_property_readonly("n_layer", &LayerMap::n_layer)
+      .def_property_readonly("n_embd", &LayerMap::n_embd)
+      .def_property_readonly("has_memory", &LayerMap::has_memory)
+      .def_property_readonly("at_once", &LayerMap::at_once)
+      .def_property_readonly("norm_slot", &LayerMap::norm_slot)
+      .def_property_readonly("has_norm", &LayerMap::has_norm)
+      .def_property_readonly(
+          "nodes",
+          [](const LayerMap& map) {
+            std::vector<std::pair<py::str, bool>> nodes;
+            for (const auto& source : map.sources()) nodes.emplace_back(to_str(source.node), source.cropped);
+            return nodes;
+          },
+          "By slot (0..n, then the norm): the node's name, and whether it has rows for outputs only. The "
+          "norm's name is empty where the model has none.")
+      .def_property_readonly(
+          "hooked",
+          [](const LayerMap& map) {
+            std::vector<bool> hooked;
+            for (const auto& source : map.sources()) hooked.push_back(source.hooked);
+            return hooked;
+          },
+          "By slot: whether the engine's own hook gives the same node.");
+}
+
+}  // namespace
+
+void register_capture(py::module_& module) {
+  module.def(
+      "allocate",
+      [](const std::vector<py::ssize_t>& shape, const std::string& dtype) {
+        const DType type = parse_dtype(dtype);
+        size_t bytes = item_size(type);
+        for (const py::ssize_t length : shape) {
+          if (length < 0) throw InvalidInput("negative length in a shape");
+          if (__builtin_mul_overflow(bytes, static_cast<size_t>(length), &bytes)) throw std::bad_alloc();
+        }
+        return view_of(std::make_shared<Block>(bytes), shape, type, true);
+      },
+      py::arg("shape"), py::arg("dtype"),
+      "A writable array in memory of our own, aligned to 64 bytes, not initialised; bfloat16 as uint16.");
+  register_layer_map(module);
+
+  // Methods of a class that register_context() has made.
+  py::reinterpret_borrow<py::class_<Context, std::shared_ptr<Context>>>(module.attr("Context"))
+      .def("decode_tapped", &run_tapped, py::arg("map"), py::arg("slots"), py::arg("dtype"),
+           py::arg("outputs_only"), py::arg("batch"), py::arg("way") = "automatic",
+           "Decode and capture: (array [rows, n_slots, n_embd], int32 token ids of the rows). `way` is "
+           "callback, hooks, or automatic: the faster one.")
+      .def("extract", &run_extract, py::arg("map"), py::arg("slots"), py::arg("dtype"),
+           py::arg("jobs").noconvert(), py::arg("cancelled") = std::nullopt,
+           "Capture without logits: jobs are (tokens, begin, end, pooling, out as bytes), a sequence each. "
+           "`cancelled` is asked about every 50 ms; when it says so, CancelledError is raised. Returns "
+           "whether all values of the last wanted layer are finite.");
+}
+
+}  // namespace llamatap::bind

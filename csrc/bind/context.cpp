@@ -1,0 +1,88 @@
+#include "engine/context/context.hpp"
+
+#include "bind/bind.hpp"
+#include "bind/context_options.hpp"
+
+namespace llamatap::bind {
+
+namespace {
+
+using Bound = py::class_<Context, std::shared_ptr<Context>>;
+
+void def_memory(Bound& bound) {
+  bound.def("memory_clear", &Context::memory_clear, py::call_guard<GilReleased>())
+      .def("memory_remove", &Context::memory_remove, py::arg("seq"), py::arg("p0"), py::arg("p1"),
+           py::call_guard<GilReleased>())
+      .def("memory_copy", &Context::memory_copy, py::arg("source"), py::arg("target"), py::arg("p0"),
+           py::arg("p1"), py::call_guard<GilReleased>())
+      .def("memory_keep", &Context::memory_keep, py::arg("seq"), py::call_guard<GilReleased>())
+      .def("memory_shift", &Context::memory_shift, py::arg("seq"), py::arg("p0"), py::arg("p1"),
+           py::arg("delta"), py::call_guard<GilReleased>())
+      .def("memory_first", &Context::memory_first, py::arg("seq"))
+      .def("memory_last", &Context::memory_last, py::arg("seq"))
+      .def(
+          "save",
+          [](const Context& context, int32_t seq) {
+            std::string state;
+            {
+              const GilReleased released;
+              state = context.save(seq);
+            }
+            return py::bytes(state);
+          },
+          py::arg("seq"))
+      .def(
+          "restore",
+          [](Context& context, int32_t seq, const py::bytes& given) {
+            const std::string state = given;
+            const GilReleased released;
+            context.restore(seq, state);
+          },
+          py::arg("seq"), py::arg("state"));
+}
+
+}  // namespace
+
+void register_context(py::module_& module) {
+  Bound bound(module, "Context", "A model with memory.");
+  seal(bound);
+  def_init<std::shared_ptr<Model>>(
+      bound, kContextOptions,
+      [](const std::shared_ptr<Model>& model, const ContextOptions& options) {
+        return freed_without_gil(std::make_shared<Context>(model, options));
+      },
+      py::arg("model"), py::kw_only());
+  bound.def_property_readonly("n_ctx", &Context::n_ctx)
+      .def_property_readonly("n_ctx_seq", &Context::n_ctx_seq)
+      .def_property_readonly("position_limit",
+                             [](const Context& context) { return context.model()->position_limit(); })
+      .def_property_readonly("engine_seconds", &Context::engine_seconds)
+      .def_property_readonly("nodes_seen", &Context::nodes_seen)
+      .def_property_readonly("zeroed_cells", &Context::zeroed_cells)
+      .def_property_readonly("n_batch", &Context::n_batch)
+      .def_property_readonly("n_ubatch", &Context::n_ubatch)
+      .def_property_readonly("flash_attention", &Context::flash_attention)
+      .def_property_readonly("has_memory", &Context::has_memory)
+      .def_property_readonly("causal", &Context::causal)
+      .def(
+          "decode",
+          [](Context& context, const Batch& batch) {
+            // A copy of the batch: another thread may change it while the engine computes.
+            const Batch copy = batch;
+            const Poll poll = signal_poll();
+            const GilReleased released;
+            context.decode(copy, nullptr, poll);
+          },
+          py::arg("batch"))
+      .def(
+          "logits",
+          [](const Context& context, int32_t row) {
+            py::array_t<float> values(context.model()->vocab().size());
+            context.copy_logits(row, values.mutable_data());
+            return values;
+          },
+          py::arg("row"));
+  def_memory(bound);
+}
+
+}  // namespace llamatap::bind

@@ -1,0 +1,212 @@
+#include "engine/context/context.hpp"
+
+#include <ggml.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "engine/abort.hpp"
+#include "engine/context/context_memory_check.hpp"
+#include "engine/error.hpp"
+#include "engine/log.hpp"
+#include "engine/memory_size.hpp"
+#include "engine/private/draft_model.hpp"
+#include "engine/private/engine_context.hpp"
+
+namespace llamatap {
+
+namespace {
+
+ggml_type cache_type(const std::string& name) {
+  for (const ggml_type type : {GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0,
+                               GGML_TYPE_Q4_1, GGML_TYPE_IQ4_NL, GGML_TYPE_Q5_0, GGML_TYPE_Q5_1}) {
+    if (name == ggml_type_name(type)) return type;
+  }
+  throw InvalidInput("unknown KV cache type '" + name +
+                     "'; known are f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0, q5_1");
+}
+
+/// Whether the engine's own rollback of recurrent state gives the states of a context that never went ahead.
+bool rolls_back(const std::string& arch) { return arch == "qwen35" || arch == "qwen35moe"; }
+
+}  // namespace
+
+Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
+    : model_(std::move(model)),
+      options_(options),
+      memory_(*model_, options_),
+      outputs_(*model_, drafts() ? static_cast<size_t>(state_width()) : 0),
+      threadpool_(nullptr, nullptr) {
+  if (model_->options().vocab_only) throw Unsupported("the model was loaded without its weights");
+  if (model_->process() != static_cast<int32_t>(getpid())) {
+    throw Unsupported("the model was loaded before a fork; load it in this process");
+  }
+  if (const auto reason = model_->refusal(); !reason.empty() && !drafts()) {
+    throw Unsupported(model_->arch() + ": " + reason);
+  }
+  const auto require = [](bool good, const std::string& message) {
+    if (!good) throw InvalidInput(message);
+  };
+  require(options.n_batch > 0, "n_batch must be at least 1");
+  require(options.n_ubatch > 0, "n_ubatch must be at least 1");
+  const auto most = llama_max_parallel_sequences();
+  require(options.n_seq_max > 0 && options.n_seq_max <= most,
+          "n_seq_max must be in 1.." + std::to_string(most) + ", not " + std::to_string(options.n_seq_max));
+  require(options.n_outputs_max == 0 || options.n_outputs_max >= options.n_seq_max,
+          "n_outputs_max must be 0 or at least n_seq_max (" + std::to_string(options.n_seq_max) + "), not " +
+              std::to_string(options.n_outputs_max));
+  require(options.n_threads > 0 && options.n_threads <= 512,
+          "n_threads must be in 1..512, not " + std::to_string(options.n_threads));
+  require(options.flash_attention >= -1 && options.flash_attention <= 1,
+          "flash_attn must be auto, on or off");
+
+  // The engine makes room for an output of each sequence in every call.
+  options_.n_batch = std::max(options.n_batch, options.n_seq_max);
+  options_.n_ubatch = std::min(options.n_ubatch, options_.n_batch);
+  const uint32_t n_ctx_train = static_cast<uint32_t>(model_->n_ctx_train());
+  options_.n_ctx = std::max(options.n_ctx == 0 ? n_ctx_train : options.n_ctx, options.n_seq_max);
+  if (memory_.is_recurrent() && options.n_rs_seq > 0 && !rolls_back(model_->arch())) {
+    throw Unsupported("taking tokens back (n_rs_seq) gives wrong states on " + model_->arch() +
+                      "; save and restore sequences instead");
+  }
+  if (options.n_seq_max > 1 && !model_->batches_sequences()) {
+    throw Unsupported("the engine mixes up several sequences of " + model_->arch() +
+                      " in a context, or aborts; use contexts of n_seq_max=1");
+  }
+  // Recurrent layers are computed in equal shares of a ubatch; some graphs abort when they do not come out.
+  if (memory_.is_recurrent()) {
+    options_.n_ubatch =
+        std::max(options.n_seq_max, options_.n_ubatch - options_.n_ubatch % options.n_seq_max);
+  }
+
+  if (options.n_rs_seq > 0 && options.n_rs_seq + 2 > options_.n_ubatch) {
+    const uint32_t share = std::max(1U, options.n_seq_max);
+    throw InvalidInput(
+        "n_ubatch and n_batch must be at least n_rs_seq + 2, and a multiple of n_seq_max: at least " +
+        std::to_string((options.n_rs_seq + 2 + share - 1) / share * share) + ", not " +
+        std::to_string(options.n_ubatch) + " and " + std::to_string(options.n_batch));
+  }
+
+  auto params = llama_context_default_params();
+  params.n_ctx = options_.n_ctx;
+  params.n_batch = options_.n_batch;
+  params.n_ubatch = options_.n_ubatch;
+  params.n_seq_max = options.n_seq_max;
+  params.n_rs_seq = options.n_rs_seq;
+  params.n_outputs_max = options.n_outputs_max;
+  params.n_threads = options.n_threads;
+  params.n_threads_batch = options.n_threads;
+  params.type_k = cache_type(options.type_k);
+  params.type_v = cache_type(options.type_v);
+  params.flash_attn_type = static_cast<llama_flash_attn_type>(options.flash_attention);
+  params.kv_unified = options.kv_unified;
+  params.swa_full = options.swa_full;
+  params.no_perf = true;
+  params.ctx_type = options.mtp ? LLAMA_CONTEXT_TYPE_MTP : LLAMA_CONTEXT_TYPE_DEFAULT;
+  params.ctx_other = drafts() ? options.target->context_.get() : nullptr;
+  params.cb_eval_user_data = this;
+  params.abort_callback = [](void* self) { return static_cast<Context*>(self)->interrupted(); };
+  params.abort_callback_data = this;
+
+  if (options.memory_available > 0 && !borrows_memory()) {
+    require_context_memory(*model_, params, options.memory_available);
+  }
+  threadpool_ = make_threadpool(options.n_threads);
+  const LogScope log;
+  guarded("the engine cannot make this context",
+          [&] { context_.reset(llama_init_from_model(model_->handle(), params)); });
+  if (!context_) {
+    const auto message = "the engine cannot make this context: " +
+                         (log.text().empty() ? std::string("it gave no reason") : log.text());
+    if (says_no_memory(message)) throw OutOfMemory(message);
+    throw Unsupported(message);
+  }
+  memory_.attach(context_.get());
+  outputs_.attach(context_.get());
+  llama_attach_threadpool(context_.get(), threadpool_.get(), nullptr);
+  if (drafts()) internals::give_next_states(context_.get(), options.causal);
+}
+
+ContextLock Context::hold() const {
+  if (broken_) {
+    throw EngineFailed("an earlier call failed inside of the engine; close this context and make another");
+  }
+  return ContextLock(mutex_, *model_);
+}
+
+Context::~Context() {
+  // In a forked child the engine's threads are gone and cannot be joined: what they share is left alone.
+  if (model_->process() == static_cast<int32_t>(getpid())) return;
+  static_cast<void>(context_.release());
+  static_cast<void>(threadpool_.release());
+}
+
+uint32_t Context::n_ctx() const { return llama_n_ctx(context_.get()); }
+uint32_t Context::n_ctx_seq() const { return llama_n_ctx_seq(context_.get()); }
+uint32_t Context::n_batch() const { return llama_n_batch(context_.get()); }
+uint32_t Context::n_ubatch() const { return llama_n_ubatch(context_.get()); }
+bool Context::flash_attention() const { return internals::flash_attention(context_.get()); }
+bool Context::causal() const { return internals::causal_attention(context_.get()); }
+
+Graph Context::reserve_graph(uint32_t n_tokens, uint32_t n_outputs) {
+  const ContextLock lock = hold();
+  const auto graph = guarded("the engine cannot build a graph",
+                             [&] { return internals::reserve_graph(context_.get(), n_tokens, n_outputs); });
+  if (!graph) {
+    throw EngineFailed("the engine cannot build a graph of " + std::to_string(n_tokens) + " tokens");
+  }
+  return *graph;
+}
+
+void Context::memory_clear() {
+  const ContextLock lock = hold();
+  memory_.clear();
+}
+
+void Context::memory_remove(int32_t seq, int32_t p0, int32_t p1) {
+  const ContextLock lock = hold();
+  memory_.remove(seq, p0, p1);
+}
+
+void Context::memory_copy(int32_t from, int32_t to, int32_t p0, int32_t p1) {
+  const ContextLock lock = hold();
+  memory_.copy(from, to, p0, p1);
+}
+
+void Context::memory_keep(int32_t seq) {
+  const ContextLock lock = hold();
+  memory_.keep(seq);
+}
+
+void Context::memory_shift(int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
+  const ContextLock lock = hold();
+  memory_.shift(seq, p0, p1, delta);
+}
+
+int32_t Context::memory_first(int32_t seq) const {
+  const ContextLock lock = hold();
+  return memory_.first(seq);
+}
+
+int32_t Context::memory_last(int32_t seq) const {
+  const ContextLock lock = hold();
+  return memory_.last(seq);
+}
+
+std::string Context::save(int32_t seq) const {
+  const ContextLock lock = hold();
+  return memory_.save(seq);
+}
+
+void Context::restore(int32_t seq, const std::string& state) {
+  const ContextLock lock = hold();
+  memory_.restore(seq, state);
+}
+
+void Context::copy_logits(int32_t row, float* target) const {
+  const ContextLock lock = hold();
+  const float* values = output_logits(row);
+  std::copy(values, values + model_->vocab().size(), target);
+}
+
+}  // namespace llamatap

@@ -1,0 +1,157 @@
+#pragma once
+
+#include <llama-cpp.h>
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "engine/backend.hpp"
+#include "engine/context/batch.hpp"
+#include "engine/context/context_lock.hpp"
+#include "engine/context/context_options.hpp"
+#include "engine/context/decode_observer.hpp"
+#include "engine/context/graph.hpp"
+#include "engine/context/kv_memory.hpp"
+#include "engine/context/outputs.hpp"
+#include "engine/error.hpp"
+#include "engine/model/model.hpp"
+#include "engine/polling.hpp"
+
+namespace llamatap {
+
+/// A model with memory: decodes batches. One thread at a time: a second one gets Busy.
+class Context {
+ public:
+  Context(std::shared_ptr<Model> model, const ContextOptions& options);
+  ~Context();
+  Context(const Context&) = delete;
+  Context& operator=(const Context&) = delete;
+
+  /// Held by every call, and by who reads results where they lie. Throws Busy, and EngineFailed when the
+  /// engine failed half-way before.
+  ContextLock hold() const;
+
+  const std::shared_ptr<Model>& model() const { return model_; }
+  const ContextOptions& options() const { return options_; }
+  uint32_t n_ctx() const;
+  /// The tokens that fit into one sequence.
+  uint32_t n_ctx_seq() const;
+  uint32_t n_batch() const;
+  uint32_t n_ubatch() const;
+  bool flash_attention() const;
+  bool causal() const;
+  /// Whether all of a batch must be computed at once: no memory, or tokens that see later ones.
+  bool at_once() const { return !has_memory() || !causal(); }
+  /// Whether past tokens are kept. Models without causal attention see one batch at a time.
+  bool has_memory() const { return memory_.exists(); }
+
+  /// Whether an entry of a batch may belong to several sequences.
+  bool shares_entries() const {
+    return options_.kv_unified && (!model_->is_recurrent() || model_->is_hybrid());
+  }
+
+  /// Computes the batch, in as many engine calls as its size and the observer's wishes take. On any
+  /// error the memory is as before, except that a sequence is dropped whole where the memory cannot give
+  /// up a part (recurrent models, sliding windows without swa_full).
+  void decode(const Batch& batch, DecodeObserver* observer, const Poll& poll);
+
+  /// The same on an empty memory that is empty again afterwards, whatever happens: the observer may end
+  /// early anywhere, and there are no logits. Throws InvalidInput when the memory is not empty.
+  void decode_scratch(const Batch& batch, DecodeObserver& observer, const Poll& poll);
+
+  /// Copies the n_vocab logits of an entry of the last batch (negative: from the end). Throws InvalidInput
+  /// when it was no output.
+  void copy_logits(int32_t row, float* target) const;
+
+  /// The same where they lie, until the next call for this context.
+  const float* output_logits(int32_t row) const { return outputs_.logits(row); }
+
+  // For contexts that draft.
+  bool drafts() const { return options_.target != nullptr; }
+  /// Whether its blocks attend to the target's memory, which is changed through the target alone.
+  bool borrows_memory() const { return memory_.is_borrowed(); }
+  /// Width of the states in pairs, and of those that come out.
+  int32_t state_width() const;
+  /// The state that the block gives for an output of the last batch: state_width() values, until the next
+  /// call.
+  const float* next_state(int32_t row) const { return outputs_.state(row); }
+  /// Fuses features of the target, [n, n_features], into states, [n, state_width()].
+  void encode(const float* features, int32_t n, float* states, const Poll& poll);
+  /// Selects which of several MTP blocks the next decodes compute.
+  void select_head(int32_t head);
+
+  /// Seconds that all calls of the engine have taken.
+  double engine_seconds() const { return engine_seconds_.load(std::memory_order_relaxed); }
+
+  /// How many nodes the last decode came by: an early end shows in it.
+  int64_t nodes_seen() const { return nodes_seen_.load(std::memory_order_relaxed); }
+
+  /// How many cells of the cache were set to zero since it was made.
+  int64_t zeroed_cells() const { return memory_.zeroed_cells(); }
+
+  /// Whether no sequence has tokens in memory; to be asked while it is held.
+  bool is_empty() const { return memory_.is_empty(); }
+
+  // Memory, as KvMemory has it.
+  void memory_clear();
+  void memory_remove(int32_t seq, int32_t p0, int32_t p1);
+  void memory_copy(int32_t from, int32_t to, int32_t p0, int32_t p1);
+  void memory_keep(int32_t seq);
+  void memory_shift(int32_t seq, int32_t p0, int32_t p1, int32_t delta);
+  int32_t memory_first(int32_t seq) const;
+  int32_t memory_last(int32_t seq) const;
+  std::string save(int32_t seq) const;
+  void restore(int32_t seq, const std::string& state);
+
+  /// Builds, without computing it, the graph of a ubatch.
+  Graph reserve_graph(uint32_t n_tokens, uint32_t n_outputs);
+
+ private:
+  /// Runs `work`; when it is long enough, so that `poll` can end it: then it throws Interrupted.
+  void interruptible(int32_t n_rows, const Poll& poll, const std::function<void()>& work);
+  /// Whether the engine computes all rows of a batch to the end, whatever is an output. It reads the first
+  /// ones then.
+  bool computes_all_rows() const;
+  void run_encode(const float* features, int32_t n, float* states);
+  void compute(const Batch& batch, DecodeObserver* observer, bool memory_is_scratch, const Poll& poll);
+  void check_values(const Batch& batch) const;
+  void check_drafting(const Batch& batch) const;
+  BatchRules batch_rules() const;
+  void run(const Batch& batch, std::vector<Piece>& pieces, DecodeObserver* observer);
+  /// False when the batch does not fit.
+  bool run_piece(const Batch& batch, Piece& piece, bool one_sequence, DecodeObserver* observer);
+  /// llama_encode or llama_decode; `nodes`: the callback is on. Returns the engine's status.
+  int32_t call_engine(const llama_batch& batch, bool encode, bool nodes);
+  std::string full_message(const Batch& batch, int64_t n_used) const;
+  bool interrupted() const noexcept;
+  bool can_stop() const noexcept;
+  /// Turns on what the next engine call needs: hooks for these layers, or the callback.
+  void watch(const std::vector<int32_t>& hooked_layers, bool nodes);
+  static bool on_node(ggml_tensor* node, bool ask, void* self) noexcept;
+  bool see_node(const ggml_tensor* node, bool ask);
+
+  std::shared_ptr<Model> model_;
+  ContextOptions options_;
+  KvMemory memory_;
+  Outputs outputs_;
+  Threadpool threadpool_;
+  llama_context_ptr context_;
+  mutable std::mutex mutex_;
+  std::atomic<bool> broken_{false};  // the engine left a decode by an assertion
+  DecodeObserver* observer_ = nullptr;
+  std::exception_ptr observer_error_;
+  bool stopped_ = false;  // nothing more of the current graph is wanted
+  std::atomic<bool>* interrupt_ = nullptr;
+  std::vector<int32_t> hooked_layers_;
+  // Written by the thread that uses the context, read by any.
+  std::atomic<int64_t> nodes_seen_{0};
+  std::atomic<double> engine_seconds_{0};
+};
+
+}  // namespace llamatap

@@ -1,0 +1,103 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/model/draft_traits.hpp"
+#include "engine/model/gguf_file.hpp"
+#include "engine/model/model_options.hpp"
+#include "engine/model/vocab.hpp"
+#include "engine/polling.hpp"
+
+struct llama_model;
+
+namespace llamatap {
+
+/// A loaded model. Contexts hold it, so it outlives them.
+class Model {
+ private:
+  struct Free {
+    int32_t process;
+    void operator()(llama_model* model) const;
+  };
+
+ public:
+  using Handle = std::unique_ptr<llama_model, Free>;
+
+  /// `progress` is shown how much is loaded, in 0..1, about every 50 ms on the calling thread; true ends
+  /// the loading with Interrupted. Throws ModelLoadFailed with what the engine said, and OutOfMemory.
+  static std::shared_ptr<Model> load(const std::string& path, const ModelOptions& options,
+                                     const std::function<bool(float)>& progress);
+
+  const std::string& path() const { return path_; }
+  const ModelOptions& options() const { return options_; }
+  const Metadata& metadata() const { return metadata_; }
+  const Vocab& vocab() const { return vocab_; }
+  llama_model* handle() const { return model_.get(); }
+  /// The engine's model of a file without its weights, to plan what it and its contexts take; null when there
+  /// is none (any more).
+  static Handle without_weights(const std::string& path, const ModelOptions& options);
+  /// The id of the process that loaded the model: its threads do not survive a fork.
+  int32_t process() const { return process_; }
+
+  std::string arch() const;
+  std::string description() const;
+  std::string file_type() const;
+  int32_t n_layer() const;
+  int32_t n_embd() const;
+  /// Width of the embeddings that a batch may carry in place of tokens.
+  int32_t n_embd_input() const;
+  int32_t n_ctx_train() const;
+  uint64_t n_params() const;
+  uint64_t size_bytes() const;
+  bool has_encoder() const;
+  bool has_decoder() const;
+  bool has_experts() const { return has_experts_; }
+  /// Whether layers are on other devices than the CPU.
+  bool on_gpu() const { return on_gpu_; }
+  /// Width of the sliding window; 0 without one.
+  int32_t n_swa() const;
+  bool is_recurrent() const;
+  bool is_hybrid() const;
+  /// Whether the engine computes several sequences of a context rightly: its plamo2 mixes them up, or aborts,
+  /// what arwkv7 and rwkv6qwen2 keep of the last token is of the wrong sequence, and minimax-01 aborts where
+  /// the CPU has kernels of its own for the type of weight (Q4_0, Q4_K).
+  bool batches_sequences() const;
+  /// Whether a batch may carry embeddings in place of tokens.
+  bool takes_embeddings() const { return arch() != "graniteswitch"; }
+  /// Whether the tokens of a batch see each other and no earlier ones, though the engine makes a memory: it
+  /// must be told to encode, or it hides later tokens from earlier ones and cuts the batch.
+  bool is_encoder() const;
+  /// Why no context can be made of the model; empty when one can.
+  std::string refusal() const;
+  /// Positions are below this: the rows of a learned position embedding, else what 32 bits hold.
+  int32_t position_limit() const;
+  /// Positions per embedding: 4 with M-RoPE, else 1.
+  int32_t n_positions() const;
+  std::optional<std::string> chat_template(const std::optional<std::string>& name) const;
+  /// Names of the devices that hold layers; empty when all are on the CPU.
+  std::vector<std::string> device_names() const;
+  /// The rows of the token embedding matrix, dequantised to float32: n * n_embd values.
+  std::vector<float> token_embeddings(const std::vector<int32_t>& tokens) const;
+  DraftTraits draft_traits() const;
+  /// The reason why the model's MTP blocks cannot attend to the memory of this target; empty when they can.
+  std::string shared_memory_mismatch(const Model& target) const;
+
+ private:
+  Model(Handle model, std::string path, const ModelOptions& options, Metadata metadata, bool blocks_alone);
+
+  Handle model_;
+  std::string path_;
+  ModelOptions options_;
+  Metadata metadata_;
+  Vocab vocab_;
+  int32_t process_;
+  bool has_experts_;
+  bool blocks_alone_;  // MTP blocks without the trunk that they follow
+  bool on_gpu_;
+};
+
+}  // namespace llamatap
