@@ -331,7 +331,7 @@ MUTATIONS = [
     Mutation(
         "prompts count for the loss",
         "python/llamatap/generation/results.py",
-        "    generated[: len(tokens) - len(states)] = 0\n",
+        "    generated[: len(whole) - len(states)] = 0\n",
         "",
         "tests/python/test_train_sources.py",
     ),
