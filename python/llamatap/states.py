@@ -172,9 +172,15 @@ class States:
             raise InvalidInputError(f"details must be what JSON has: {error}") from error
         return self._with(details)
 
+    def cut_from(self, n_prompt: int) -> States:
+        """The same states, of a prompt that had ``n_prompt`` tokens before the caller cut it. Private to the
+        package."""
+        n_read = self._details["prompt_tokens"]
+        return self._with({"prompt_tokens": n_prompt, "truncated": n_prompt > n_read})
+
     def _with(self, details: dict[str, Any]) -> States:
         states = copy.copy(self)
-        states._details = {**self._details, **details}  # noqa: SLF001  same class
+        states._details = {**self._details, **details}
         if (known := self.__dict__.get("provenance")) is not None:
             states.__dict__["provenance"] = {**known, **details}
         return states
@@ -326,16 +332,9 @@ class States:
         return states
 
 
-def with_prompt_length(states: States, n_prompt: int) -> States:
-    """The same states, of a prompt that had ``n_prompt`` tokens before the caller cut it."""
-    n_read = states._details["prompt_tokens"]  # noqa: SLF001  same module
-    found = {"prompt_tokens": n_prompt, "truncated": n_prompt > n_read}
-    return states._with(found)  # noqa: SLF001  same module
-
-
 def captured_rows(states: States) -> str | None:
     """The tokens whose rows were captured: the ``rows`` of the provenance; None where it has none."""
-    return states._details.get("rows")  # noqa: SLF001  same module
+    return states._details.get("rows")
 
 
 def join_states(parts: Sequence[States], dtype: np.dtype[Any] | None = None) -> States:
@@ -347,7 +346,7 @@ def join_states(parts: Sequence[States], dtype: np.dtype[Any] | None = None) -> 
     tokens = np.concatenate([one.tokens for one in parts])
     array.flags.writeable = tokens.flags.writeable = False
     last = parts[-1]
-    n_layer, source = last._n_layer, last._source  # noqa: SLF001  same module
+    n_layer, source = last._n_layer, last._source
     return States(array, tokens, last.layers, n_layer=n_layer, source=source)
 
 

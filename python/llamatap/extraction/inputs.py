@@ -71,7 +71,7 @@ def prompt_tokens(model: LoadedModel, prompt: Input, max_length: int | None) -> 
 
 
 def cut_prompt(model: LoadedModel, prompt: Input, max_length: int | None) -> tuple[NDArray[np.int32], int]:
-    """The token ids of a prompt, as :func:`prompt_tokens` gives them, and their number before the cut."""
+    """The token ids of a prompt, as :func:`prompt_tokens` gives them, and how many it has uncut."""
     if not isinstance(prompt, (str, Sequence, np.ndarray)) or isinstance(prompt, (bytes, bytearray)):
         hint = "; .tolist() of a tensor gives a list" if hasattr(prompt, "tolist") else ""
         raise InvalidInputError(f"a prompt is a str or token ids, not {type(prompt).__name__}{hint}")

@@ -30,7 +30,7 @@ class PromptJob:
     """One prompt of a call: its window of positions and its output array."""
 
     tokens: NDArray[np.int32]
-    n_prompt: int  # tokens before max_length cut it
+    n_prompt: int  # with what max_length cut
     begin: int
     end: int
     shape: tuple[int, ...]

@@ -36,7 +36,7 @@ from llamatap.serve.errors import ApiError
 from llamatap.serve.metrics import Metrics
 from llamatap.serve.options import ModelOptions
 from llamatap.serve.shutdown import Ending, shutting_down
-from llamatap.states import States, with_prompt_length
+from llamatap.states import States
 
 __all__ = ["Extraction", "ModelWorker"]
 
@@ -414,8 +414,7 @@ class ModelWorker:
             self._extractor.close()
             raise
         return [
-            with_prompt_length(states.select(job.layers), job.n_prompt)
-            for job, states in zip(jobs, found, strict=True)
+            states.select(job.layers).cut_from(job.n_prompt) for job, states in zip(jobs, found, strict=True)
         ]
 
     def _try_contexts(self) -> None:
