@@ -404,6 +404,7 @@ def test_a_second_thread_gets_busy_and_the_gil_is_free(smollm2: lt.Model) -> Non
         assert context.memory.last(0) == 1023
 
 
+@pytest.mark.slow
 def test_threads_that_fight_over_a_context_get_errors_of_ours(tiny_model: lt.Model) -> None:
     stop = threading.Event()
     wrong: list[BaseException] = []
