@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import textwrap
 import types
 import typing
@@ -59,6 +60,11 @@ class Option:
     #: The name and the type of the entry; :func:`read_options` fills them in.
     name: str = field(default="", kw_only=True)
     type: Any = field(default=None, kw_only=True)
+
+    @property
+    def plain_help(self) -> str:
+        """The help without the markup of docstrings, for the command line and HTTP."""
+        return re.sub(r":\w+:`([^`]*)`|``([^`]*)``", r"\1\2", self.help)
 
     @property
     def optional(self) -> bool:

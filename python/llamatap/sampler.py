@@ -48,7 +48,9 @@ class SamplingOptions(TypedDict, total=False):
     # The engine reads 2**32-1 as "draw a seed", which would not be reproducible.
     seed: Annotated[
         int | None,
-        Option(None, "seed of the random numbers, 0..2**32-2; None draws one", low=0, high=2**32 - 2),
+        Option(
+            None, "seed of the random numbers, 0..2**32-2; drawn if it is not given", low=0, high=2**32 - 2
+        ),
     ]
 
 

@@ -170,15 +170,6 @@ class States:
             details = json.loads(json.dumps(details, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidInputError(f"details must be what JSON has: {error}") from error
-        return self._with(details)
-
-    def cut_from(self, n_prompt: int) -> States:
-        """The same states, of a prompt that had ``n_prompt`` tokens before the caller cut it. Private to the
-        package."""
-        n_read = self._details["prompt_tokens"]
-        return self._with({"prompt_tokens": n_prompt, "truncated": n_prompt > n_read})
-
-    def _with(self, details: dict[str, Any]) -> States:
         states = copy.copy(self)
         states._details = {**self._details, **details}
         if (known := self.__dict__.get("provenance")) is not None:

@@ -22,10 +22,10 @@ from support.numerics import EXACT
 
 from llamatap.extraction.extractor import Extractor
 from llamatap.serve import ModelOptions, ServerOptions, create_app
-from llamatap.serve.connections import ConnectionOptions
-from llamatap.serve.http_server import HttpServer
-from llamatap.serve.state import Server
-from llamatap.serve.worker import ModelWorker
+from llamatap.serve.app_state import Server
+from llamatap.serve.http.connection_options import ConnectionOptions
+from llamatap.serve.http.server import HttpServer
+from llamatap.serve.workers.model_worker import ModelWorker
 
 FLAGS = ("--kv-type", "f32", "--flash-attn", "off", "--threads", str(EXACT["n_threads"]), "--n-ctx", "2048")
 

@@ -1,9 +1,9 @@
 """The commands of ``llamatap``, one module each.
 
 A command is a module with ``add(commands)``, which adds its parser and sets ``run`` as its default, and
-``run(arguments) -> int``, which gives the exit status. What ``run`` raises of :class:`llamatap.Error` and
-``OSError``, ``main`` prints in one line. All modules are imported for each command, so what takes long to
-import is imported in ``run``.
+``run(arguments) -> int``, which returns the exit status. ``main`` prints a :class:`llamatap.Error` or an
+``OSError`` of ``run`` in one line. All modules are imported whatever the command, so slow imports belong into
+``run``.
 """
 
 from __future__ import annotations

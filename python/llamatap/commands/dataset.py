@@ -8,7 +8,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llamatap.commands._options import DTYPES, add_loading, add_threads, layer_ids, read_text
+from llamatap.commands._arguments import (
+    DTYPES,
+    add_loading,
+    add_model,
+    add_threads,
+    given,
+    layer_ids,
+    load_model,
+    read_text,
+)
+from llamatap.context import ContextOptions
 from llamatap.errors import InvalidInputError
 from llamatap.layers import CONVENTIONS
 
@@ -23,7 +33,7 @@ _TOLD = 5
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("dataset", help="write the states of a data set's samples to a folder")
-    parser.add_argument("model", type=Path, help="a GGUF file")
+    add_model(parser)
     parser.add_argument(
         "input",
         type=Path,
@@ -83,29 +93,18 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from llamatap import Model
     from llamatap.dataset import Job, Options
 
     options = Options(
-        layers=None if arguments.layers is None else layer_ids(arguments.layers),
-        convention=arguments.convention,
-        layout=arguments.layout,
-        dtype=arguments.dtype,
-        max_length=arguments.max_length,
-        min_tokens=arguments.min_tokens,
-        min_loss_tokens=arguments.min_loss_tokens,
-        template=None if arguments.chat_template is None else read_text(arguments.chat_template),
-        template_variables=_variables(arguments.template_variables),
-        date=arguments.date,
-        supervise_empty_thoughts=arguments.supervise_empty_thoughts,
-        on_error=arguments.on_error,
-        resume=arguments.resume,
-        rank=arguments.rank,
-        world_size=arguments.world_size,
-        batch_tokens=arguments.batch_tokens,
-        context={} if arguments.threads is None else {"n_threads": arguments.threads},
+        **given(Options, arguments)
+        | {
+            "layers": None if arguments.layers is None else layer_ids(arguments.layers),
+            "template": None if arguments.chat_template is None else read_text(arguments.chat_template),
+            "template_variables": _variables(arguments.template_variables),
+            "context": given(ContextOptions, arguments),
+        }
     )
-    with Model(arguments.model, n_gpu_layers=arguments.gpu_layers, weights=arguments.weights) as model:
+    with load_model(arguments) as model:
         job = Job(model, arguments.input, arguments.output, options)
         _announce(job, arguments.output)
         if arguments.dry_run:

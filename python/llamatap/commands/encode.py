@@ -1,4 +1,4 @@
-"""``llamatap encode``: what an image model reads of a prompt, into a safetensors file."""
+"""``llamatap encode``: a prompt as an image model reads it, into a safetensors file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llamatap.commands._options import DTYPES, add_loading, add_threads, warn_of_cut
+from llamatap.commands._arguments import (
+    DTYPES,
+    add_loading,
+    add_model,
+    add_threads,
+    given,
+    load_model,
+    warn_of_cut,
+)
+from llamatap.context import ContextOptions
 
 if TYPE_CHECKING:
     from llamatap import States
@@ -16,13 +25,13 @@ __all__ = ["add", "run", "write"]
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("encode", help="write what an image model reads of a prompt")
-    parser.add_argument("model", type=Path, help="a GGUF file")
-    parser.add_argument("prompt", help="what the picture is to show")
+    parser = commands.add_parser("encode", help="write a prompt as an image model reads it to a file")
+    add_model(parser)
+    parser.add_argument("prompt", help="the picture to draw, in words")
     parser.add_argument(
         "--preset", required=True, metavar="NAME", help="z-image, or the path of a TOML file of your own"
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="(default: float32)")
     add_loading(parser)
     add_threads(parser)
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.safetensors")
@@ -30,13 +39,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from llamatap import Extractor, Model
+    from llamatap import Extractor
     from llamatap.presets import load_preset
 
     preset = load_preset(arguments.preset)
-    with Model(arguments.model, n_gpu_layers=arguments.gpu_layers, weights=arguments.weights) as model:
+    with load_model(arguments) as model:
         start = time.perf_counter()
-        with Extractor(model, n_threads=arguments.threads) as extractor:
+        with Extractor(model, **given(ContextOptions, arguments)) as extractor:
             states = preset.encode(extractor, arguments.prompt, dtype=arguments.dtype)
         seconds = time.perf_counter() - start
         warn_of_cut(states, f"max_length of preset {preset.name}")
@@ -49,13 +58,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def write(path: Path, states: States) -> tuple[int, ...]:
-    """Write a file as image pipelines read it, and give the shape of its ``prompt_embeds``.
+    """Write a file as image pipelines read it, and return the shape of its ``prompt_embeds``.
 
-    ``prompt_embeds`` is ``(n, n_embd)``, or ``(n, n_layers, n_embd)`` of several layers; ``attention_mask``
-    is int64 ``(n,)``, ones; the metadata is the provenance and the ids of the tokens (``token_ids``).
+    ``prompt_embeds`` is ``(n, n_embd)``, or ``(n, n_layers, n_embd)`` with several layers; ``attention_mask``
+    is int64 ``(n,)``, ones; the metadata is the provenance and the token ids (``token_ids``).
 
     :raises InvalidInputError: the states hold NaN or infinity; nothing was written.
-    :raises OSError: it cannot be written.
+    :raises OSError: the file cannot be written.
     """
     import numpy as np
 

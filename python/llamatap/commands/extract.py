@@ -1,4 +1,4 @@
-"""``llamatap extract``: hidden states into a safetensors file."""
+"""``llamatap extract``: hidden states of a prompt, into a safetensors file."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import argparse
 import time
 from pathlib import Path
 
-from llamatap.commands._options import (
+from llamatap.commands._arguments import (
     DTYPES,
     add_loading,
+    add_model,
+    add_prompt,
     add_threads,
+    given,
     layer_ids,
-    read_text,
+    load_model,
+    read_prompt,
     warn_of_cut,
 )
+from llamatap.context import ContextOptions
 from llamatap.errors import InvalidInputError
 from llamatap.extraction.inputs import parse_window
 from llamatap.layers import CONVENTIONS
@@ -23,16 +28,9 @@ __all__ = ["add", "run"]
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("extract", help="write hidden states to a safetensors file")
-    parser.add_argument("model", type=Path, help="a GGUF file")
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--text", help="the prompt")
-    source.add_argument(
-        "--file",
-        type=Path,
-        help="a UTF-8 file that holds the prompt, a newline at its end included; - for stdin",
-    )
-    source.add_argument("--chat", metavar="TEXT", help="a user's turn, put into the chat template")
-    source.add_argument("--tokens", help="token ids, comma-separated")
+    add_model(parser)
+    source = add_prompt(parser, "--text", "the prompt")
+    source.add_argument("--tokens", metavar="IDS", help="token ids, comma-separated")
     parser.add_argument(
         "--layers",
         default="-2",
@@ -42,12 +40,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--convention",
         choices=list(CONVENTIONS),
         default="llamatap",
-        help="how --layers counts (default: llamatap)",
+        help="the numbering of --layers (default: llamatap)",
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--max-length", type=int, help="cut the prompt on the right")
-    parser.add_argument("--window", metavar="START:STOP", help="positions that are wanted")
-    parser.add_argument("--pool", choices=("mean", "last", "max"))
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="(default: float32)")
+    parser.add_argument("--max-length", type=int, help="cut the prompt on the right to this many tokens")
+    parser.add_argument("--window", metavar="START:STOP", help="write only these positions")
+    parser.add_argument(
+        "--pool", choices=("mean", "last", "max"), help="one row over the positions, not one row each"
+    )
     add_loading(parser)
     add_threads(parser)
     parser.add_argument("--allow-nonfinite", action="store_true", help="write NaN and infinity too")
@@ -56,27 +56,16 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from llamatap import Extractor, Model
+    from llamatap import Extractor
     from llamatap.layers import translate_for
 
     layers = layer_ids(arguments.layers)
     window = None if arguments.window is None else parse_window("--window", arguments.window)
-    prompt: str | list[int]
-    with Model(arguments.model, n_gpu_layers=arguments.gpu_layers, weights=arguments.weights) as model:
-        if arguments.chat is not None:
-            prompt = model.apply_chat_template([{"role": "user", "content": arguments.chat}])
-        elif arguments.file is not None:
-            prompt = read_text(arguments.file)
-        elif arguments.tokens is not None:
-            try:
-                prompt = [int(item) for item in arguments.tokens.split(",")]
-            except ValueError:
-                raise InvalidInputError(f"--tokens: no integers: {arguments.tokens!r}") from None
-        else:
-            prompt = arguments.text
+    with load_model(arguments) as model:
+        prompt = read_prompt(model, arguments) if arguments.tokens is None else _token_ids(arguments.tokens)
         wanted = translate_for(model, layers, source=arguments.convention)
         start = time.perf_counter()
-        with Extractor(model, n_threads=arguments.threads) as extractor:
+        with Extractor(model, **given(ContextOptions, arguments)) as extractor:
             states = extractor(
                 prompt,
                 wanted,
@@ -93,3 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
         f"layers {list(states.layers)}, {len(states)} tokens, {seconds:.2f} s"
     )
     return 0
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(item) for item in text.split(",")]
+    except ValueError:
+        raise InvalidInputError(f"--tokens: no integers: {text!r}") from None

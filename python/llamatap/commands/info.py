@@ -1,22 +1,19 @@
-"""``llamatap info``: what a model is and what its layers give."""
+"""``llamatap info``: facts of a model file, and whether its layers can be extracted."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from pathlib import Path
 
-from llamatap.commands._options import add_threads
+from llamatap.commands._arguments import add_model, add_threads
 
 __all__ = ["add", "run"]
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "info", help="what a model is and what its layers give, tried in a child process"
-    )
-    parser.add_argument("model", type=Path, help="a GGUF file")
+    parser = commands.add_parser("info", help="facts of a model and of its layers, tried in a child process")
+    add_model(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_threads(parser)
     parser.set_defaults(run=run)
@@ -26,7 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
     from llamatap import probe
     from llamatap.chat.unparsed_tokens import warning_text
 
-    found = probe(arguments.model, n_threads=arguments.threads)
+    found = probe(arguments.model, n_threads=arguments.n_threads)
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=2))
         return 0 if found.loads else 1
@@ -34,15 +31,15 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"llamatap: {found.error}", file=sys.stderr)
         return 1
     n = found.n_layer
-    no_number = [str(layer.layer) for layer in found.layers if not layer.finite]
+    nonfinite = [str(layer.layer) for layer in found.layers if not layer.finite]
     if not found.states:
         layers = f"none: {found.error}"
     else:
         layers = f"0..{n} (0 enters the first block, {n} leaves the last one)"
         if found.layers[-1].layer == "norm":
             layers += ', and "norm"'
-        if no_number:
-            layers += f"; NOT FINITE: {', '.join(no_number)}"
+        if nonfinite:
+            layers += f"; NOT FINITE: {', '.join(nonfinite)}"
     for label, value in (
         ("file", found.path),
         ("model", f"{found.name or '(unnamed)'} ({found.description})"),

@@ -26,7 +26,7 @@ def compute(request: ExtractionRequest, context: Context, indices: Sequence[int]
     """
     n_seq_max = context.n_seq_max if context.kv_unified else 1
     room = min(context.n_ubatch, context.n_ctx)
-    lengths = [len(request.jobs[i].tokens) for i in indices]
+    lengths = [len(request.jobs[i].prompt) for i in indices]
     try:
         for pack in pack_prompts(lengths, room, n_seq_max):
             together = [request.jobs[indices[k]] for k in pack]
@@ -42,7 +42,7 @@ def compute(request: ExtractionRequest, context: Context, indices: Sequence[int]
 def _capture(request: ExtractionRequest, context: Context, jobs: Sequence[PromptJob]) -> bool:
     """Compute prompts in one batch. Returns whether all captured values are finite."""
     if needs_all_outputs(context.model, request.slots):
-        n_rows = min(sum(len(job.tokens) for job in jobs), context.n_ubatch)
+        n_rows = min(sum(len(job.prompt) for job in jobs), context.n_ubatch)
         engine_of(context).require_outputs(n_rows, computed=False)
     if request.cancelled is not None and request.cancelled():
         raise CancelledError("cancelled before the engine was asked")
@@ -51,7 +51,13 @@ def _capture(request: ExtractionRequest, context: Context, jobs: Sequence[Prompt
         request.slots,
         request.dtype,
         [
-            (job.tokens, job.begin, job.end, request.pool or "none", job.out.reshape(-1).view(np.uint8))
+            (
+                job.prompt.tokens,
+                job.begin,
+                job.end,
+                request.pool or "none",
+                job.out.reshape(-1).view(np.uint8),
+            )
             for job in jobs
         ],
         request.cancelled,
@@ -65,10 +71,10 @@ def _states(request: ExtractionRequest, context: Context, job: PromptJob) -> Sta
         "window": [job.begin, job.end],
         "pooling": request.pool,
         "max_length": request.max_length,
-        "prompt_tokens": job.n_prompt,
-        "truncated": job.n_prompt > len(job.tokens),
+        "prompt_tokens": job.prompt.n_uncut,
+        "truncated": job.prompt.n_uncut > len(job.prompt),
     }
-    return engine_of(context).states(array, job.tokens[job.begin : job.end], request.layers, details)
+    return engine_of(context).states(array, job.prompt.tokens[job.begin : job.end], request.layers, details)
 
 
 def needs_all_outputs(model: LoadedModel, slots: Sequence[int]) -> bool:

@@ -185,9 +185,9 @@ class Extractor(Closeable):
             done: dict[int, States] = {}
             # A prompt's states must not depend on the lengths of the others.
             for short in (True, False):
-                some = [i for i, job in enumerate(request.jobs) if self._is_short(len(job.tokens)) == short]
+                some = [i for i, job in enumerate(request.jobs) if self._is_short(len(job.prompt)) == short]
                 if some:
-                    lengths = [len(request.jobs[i].tokens) for i in some]
+                    lengths = [len(request.jobs[i].prompt) for i in some]
                     done |= compute(request, self._fit(request, lengths), some)
         finally:
             self._extracting = None

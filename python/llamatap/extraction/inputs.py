@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +16,11 @@ from llamatap.states import dtype_name
 from llamatap.tokenizer import token_array
 
 __all__ = [
+    "CheckedPrompt",
     "Input",
     "Window",
     "checked_out",
-    "cut_prompt",
+    "checked_prompt",
     "cut_tokens",
     "is_single",
     "parse_window",
@@ -31,6 +33,34 @@ __all__ = [
 Input: TypeAlias = "str | Sequence[int] | NDArray[np.integer[Any]]"
 #: Positions [start, stop), as of a Python slice.
 Window: TypeAlias = "tuple[int | None, int | None]"
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedPrompt(Sequence[int]):
+    """A prompt whose token ids were checked for a model, and perhaps cut: it is not checked again.
+
+    :ivar tokens: int32 ``(n,)``, which nobody changes.
+    :ivar n_uncut: tokens of the prompt before it was cut.
+    """
+
+    tokens: NDArray[np.int32]
+    n_uncut: int
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.tokens.tolist())
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        found: int | Sequence[int] = self.tokens[index].tolist()
+        return found
 
 
 def is_single(inputs: object, name: str = "inputs") -> bool:
@@ -67,11 +97,17 @@ def prompt_tokens(model: LoadedModel, prompt: Input, max_length: int | None) -> 
 
     :param max_length: the most tokens; see :func:`cut_tokens`.
     """
-    return cut_prompt(model, prompt, max_length)[0]
+    return checked_prompt(model, prompt, max_length).tokens
 
 
-def cut_prompt(model: LoadedModel, prompt: Input, max_length: int | None) -> tuple[NDArray[np.int32], int]:
-    """The token ids of a prompt, as :func:`prompt_tokens` gives them, and how many it has uncut."""
+def checked_prompt(model: LoadedModel, prompt: Input, max_length: int | None) -> CheckedPrompt:
+    """A prompt as token ids, checked and cut.
+
+    :param max_length: the most tokens; see :func:`cut_tokens`. Not of a prompt that is checked already.
+    :raises InvalidInputError: it is empty, or no prompt of this model.
+    """
+    if isinstance(prompt, CheckedPrompt):
+        return prompt
     if not isinstance(prompt, (str, Sequence, np.ndarray)) or isinstance(prompt, (bytes, bytearray)):
         hint = "; .tolist() of a tensor gives a list" if hasattr(prompt, "tolist") else ""
         raise InvalidInputError(f"a prompt is a str or token ids, not {type(prompt).__name__}{hint}")
@@ -81,7 +117,7 @@ def cut_prompt(model: LoadedModel, prompt: Input, max_length: int | None) -> tup
     if len(prompt) == 0:
         raise InvalidInputError("the prompt is empty")
     tokens = model.tokenize(prompt) if isinstance(prompt, str) else token_array(prompt)
-    n_prompt = len(tokens)
+    n_uncut = len(tokens)
     tokens = cut_tokens(model, prompt, tokens, max_length).copy()
     if len(tokens) == 0:
         raise InvalidInputError("the prompt has no tokens")
@@ -89,7 +125,7 @@ def cut_prompt(model: LoadedModel, prompt: Input, max_length: int | None) -> tup
     if low < 0 or high >= model.n_vocab:
         raise InvalidInputError(f"token ids must be in 0..{model.n_vocab - 1}; found {low}..{high}")
     tokens.flags.writeable = False
-    return tokens, n_prompt
+    return CheckedPrompt(tokens, n_uncut)
 
 
 def cut_tokens(

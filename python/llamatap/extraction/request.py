@@ -15,7 +15,15 @@ from llamatap._native import _core
 from llamatap._system_limits import require_memory
 from llamatap._validate import choice, integer, separate
 from llamatap.errors import InvalidInputError
-from llamatap.extraction.inputs import Input, Window, checked_out, cut_prompt, is_single, window_bounds
+from llamatap.extraction.inputs import (
+    CheckedPrompt,
+    Input,
+    Window,
+    checked_out,
+    checked_prompt,
+    is_single,
+    window_bounds,
+)
 from llamatap.layers import LayerId
 from llamatap.loaded_model import LoadedModel
 from llamatap.states import DTYPES, States, dtype_name, typed_view
@@ -29,8 +37,7 @@ Pooling = Literal["mean", "last", "max"]
 class PromptJob:
     """One prompt of a call: its window of positions and its output array."""
 
-    tokens: NDArray[np.int32]
-    n_prompt: int  # with what max_length cut
+    prompt: CheckedPrompt
     begin: int
     end: int
     shape: tuple[int, ...]
@@ -98,7 +105,7 @@ class ExtractionRequest:
     @property
     def longest(self) -> int:
         """The tokens of the longest prompt."""
-        return max(len(job.tokens) for job in self.jobs)
+        return max(len(job.prompt) for job in self.jobs)
 
     def result(self, states: Mapping[int, States]) -> States | list[States]:
         """The value that the call returns: the states of its prompt, or a list of them in order."""
@@ -120,12 +127,12 @@ class ExtractionRequest:
         return list(value)
 
     def _job(self, model: LoadedModel, prompt: Input, window: Window | None, out: object) -> PromptJob:
-        tokens, n_prompt = cut_prompt(model, prompt, self.max_length)
-        begin, end = window_bounds(window, len(tokens))
+        checked = checked_prompt(model, prompt, self.max_length)
+        begin, end = window_bounds(window, len(checked))
         rows = () if self.pool is not None else (end - begin,)
         shape = (*rows, len(self.layers), model.n_embd)
         given = None if out is None else checked_out(out, shape, self.dtype)
-        return PromptJob(tokens, n_prompt, begin, end, shape, given)
+        return PromptJob(checked, begin, end, shape, given)
 
     def _allocate(self) -> None:
         """Allocate the states of the prompts for which no array was given."""

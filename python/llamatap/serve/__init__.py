@@ -1,4 +1,4 @@
-"""The HTTP server: ``llamatap serve``, or :func:`create_app` in a server of one's own (extra ``[server]``).
+"""The HTTP server: ``llamatap serve``, or :func:`create_app` for another ASGI server (extra ``[server]``).
 
 ``POST /v1/hidden_states`` gives states; ``/v1/completions`` and ``/v1/chat/completions`` generate text as
 OpenAI's API does, and serve trainers of drafters as a verifier.
@@ -6,7 +6,20 @@ OpenAI's API does, and serve trainers of drafters as a verifier.
 
 from __future__ import annotations
 
-from llamatap.serve.app import create_app
+from typing import TYPE_CHECKING, Any
+
 from llamatap.serve.options import ModelOptions, ServerOptions, VerifierOptions
 
+if TYPE_CHECKING:
+    from llamatap.serve.app import create_app
+
 __all__ = ["ModelOptions", "ServerOptions", "VerifierOptions", "create_app"]
+
+
+def __getattr__(name: str) -> Any:
+    # The command line reads the options' defaults; it must start without FastAPI.
+    if name == "create_app":
+        from llamatap.serve.app import create_app
+
+        return create_app
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,16 +11,18 @@ from fastapi import FastAPI, Request, Response
 
 from llamatap.errors import InvalidInputError
 from llamatap.loaded_model import files_of
-from llamatap.serve import completions, errors, hidden_states, page, tokenizer
-from llamatap.serve.budget import ResponseEnd
+from llamatap.serve import errors, page, tokenizer
+from llamatap.serve.app_state import Server, server_of
+from llamatap.serve.completions.routes import router as completions_router
 from llamatap.serve.disconnect import ClientGoneError
-from llamatap.serve.limits import ApiKey, BodyLimit, Cors, HostCheck, JsonOnly, OneLength
+from llamatap.serve.hidden_states.routes import router as hidden_states_router
+from llamatap.serve.http.request_checks import ApiKey, BodyLimit, Cors, HostCheck, JsonOnly, OneLength
+from llamatap.serve.memory_budget import ResponseEnd
 from llamatap.serve.metrics import Metrics, RequestMetrics
 from llamatap.serve.options import ModelOptions, ServerOptions
 from llamatap.serve.shutdown import Ending
-from llamatap.serve.state import Server, server_of
 from llamatap.serve.verifier import VerifierFiles
-from llamatap.serve.worker import ModelWorker
+from llamatap.serve.workers.model_worker import ModelWorker
 
 __all__ = ["create_app"]
 
@@ -28,66 +30,85 @@ __all__ = ["create_app"]
 def create_app(models: Sequence[ModelOptions], options: ServerOptions | None = None) -> FastAPI:
     """An ASGI app that serves models. They are loaded here; their threads run while the app does.
 
-    :raises InvalidInputError: no model, or two of one name.
+    :raises InvalidInputError: there is no model, or two have one name.
     :raises Error: a model, drafter or preset cannot be loaded.
     """
     from llamatap import __version__
 
     if not models:
         raise InvalidInputError("there is no model to serve")
-    names = [one.name for one in models]
+    names = [model.name for model in models]
     if len(set(names)) < len(names):
         raise InvalidInputError(f"each model needs a name of its own; found {', '.join(names)}")
     options = options or ServerOptions()
-    # A request of more prompts than may wait could never be let in.
+    # A request of more prompts than may wait could never be admitted.
     options = replace(options, max_inputs=min(options.max_inputs, options.max_queue))
+    server = _load(models, options)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with _running(server):
+            yield
+
+    app = FastAPI(title="llamatap", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.server = server
+    errors.install(app)
+    _add_routes(app, server)
+    _add_middleware(app, server)
+    return app
+
+
+def _load(models: Sequence[ModelOptions], options: ServerOptions) -> Server:
+    """Load the models; if one fails, the others are closed."""
     metrics = Metrics()
     ending = Ending()
     verifier = None if options.verifier is None else VerifierFiles(options.verifier)
     workers: dict[str, ModelWorker] = {}
     with contextlib.ExitStack() as undo:
-        for one in models:
-            workers[one.name] = ModelWorker(one, options.max_queue, metrics, ending)
-            undo.callback(workers[one.name].close)
+        for model_options in models:
+            worker = ModelWorker(model_options, options.max_queue, metrics, ending)
+            workers[worker.name] = worker
+            undo.callback(worker.close)
             if verifier is not None:
-                verifier.layers(workers[one.name].model)
-            # Remembered, or the first answer would wait for it.
-            files_of(workers[one.name].model).sha256()
+                verifier.layers(worker.model)
+            # The hash is cached; otherwise the first answer would wait for it.
+            files_of(worker.model).sha256()
         server = Server(workers, options, metrics, verifier, ending)
         undo.pop_all()
+    return server
 
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        for worker in workers.values():
-            worker.start()
-        if verifier is not None:
-            verifier.start()
-        try:
-            yield
-        finally:
-            for worker in workers.values():
-                await anyio.to_thread.run_sync(worker.close)
-            if verifier is not None:
-                verifier.close()
 
-    app = FastAPI(title="llamatap", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.server = server
-    errors.install(app)
+@contextlib.asynccontextmanager
+async def _running(server: Server) -> AsyncIterator[None]:
+    """Run the threads of a server; at the end they finish the accepted work."""
+    for worker in server.workers.values():
+        worker.start()
+    if server.verifier is not None:
+        server.verifier.start()
+    try:
+        yield
+    finally:
+        for worker in server.workers.values():
+            await anyio.to_thread.run_sync(worker.close)
+        if server.verifier is not None:
+            server.verifier.close()
+
+
+def _add_routes(app: FastAPI, server: Server) -> None:
+    app.include_router(hidden_states_router)
+    app.include_router(completions_router)
+    app.include_router(tokenizer.router)
+    app.include_router(page.make_router(server.options.max_length))
 
     @app.exception_handler(ClientGoneError)
     async def gone(_: Request, __: ClientGoneError) -> Response:
         return Response(status_code=499)
 
-    app.include_router(hidden_states.router)
-    app.include_router(completions.router)
-    app.include_router(tokenizer.router)
-    app.include_router(page.make_router(options.max_length))
-
     @app.head("/health", include_in_schema=False)
     @app.get("/health", responses={503: {"model": errors.ErrorResponse}})
     async def health() -> dict[str, str]:
         """Whether all models are being served."""
-        if idle := [name for name, worker in workers.items() if not worker.works]:
+        if idle := [name for name, worker in server.workers.items() if not worker.works]:
             message = f"not being served: {', '.join(idle)}"
             raise errors.ApiError(503, "unavailable_error", "not_serving", message)
         return {"status": "ok"}
@@ -100,7 +121,10 @@ def create_app(models: Sequence[ModelOptions], options: ServerOptions | None = N
             found.metrics.queue.labels(name).set(worker.waiting)
         return Response(found.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    # The last one added is the first to see a request.
+
+def _add_middleware(app: FastAPI, server: Server) -> None:
+    """Add the checks of requests. The middleware added last sees a request first."""
+    options = server.options
     app.add_middleware(ResponseEnd)
     app.add_middleware(BodyLimit, limit=options.max_body_bytes)
     app.add_middleware(JsonOnly)
@@ -109,7 +133,7 @@ def create_app(models: Sequence[ModelOptions], options: ServerOptions | None = N
     elif not options.any_host:
         app.add_middleware(HostCheck)
     if options.cors:
-        # Before the key is looked for: a browser asks for permission without it, and must be let read a 401.
+        # Before the key is checked: a browser's preflight has none, and pages must be able to read a 401.
         app.add_middleware(
             Cors,
             allow_origins=options.cors,
@@ -118,5 +142,4 @@ def create_app(models: Sequence[ModelOptions], options: ServerOptions | None = N
             expose_headers=["Retry-After"],
         )
     app.add_middleware(OneLength)
-    app.add_middleware(RequestMetrics, metrics=metrics)
-    return app
+    app.add_middleware(RequestMetrics, metrics=server.metrics)

@@ -1,4 +1,4 @@
-"""Cancels the work of clients that went away, and of a server that ends."""
+"""Cancelling the work of a request whose client disconnects, or whose server stops."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
+from llamatap.serve.app_state import server_of
 from llamatap.serve.shutdown import shutting_down
-from llamatap.serve.state import server_of
 
 __all__ = ["ClientGoneError", "unless_gone"]
 
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class ClientGoneError(Exception):
-    """The client disconnected: nobody is left to answer."""
+    """The client disconnected, so there is nobody to answer."""
 
 
 async def _disconnected(request: Request) -> None:
@@ -27,10 +27,10 @@ async def _disconnected(request: Request) -> None:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """The result of some work, which is cancelled when the client of the request disconnects.
+    """The result of some work for a request, which is cancelled if the client disconnects.
 
-    :raises ClientGoneError: it did.
-    :raises ApiError: the server must end before.
+    :raises ClientGoneError: the client disconnected.
+    :raises ApiError: 503, the server stopped before the work was done.
     """
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_disconnected(request))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
@@ -21,9 +22,9 @@ from llamatap.errors import (
     OutOfMemoryError,
     UnsupportedError,
 )
-from llamatap.serve.messages import unreadable_body, validation_message
+from llamatap.serve.body_errors import unreadable_body, validation_message
 
-__all__ = ["ApiError", "ErrorResponse", "api_error", "error_response", "install"]
+__all__ = ["ApiError", "ErrorResponse", "api_error", "error_body", "error_response", "install"]
 
 _logger = logging.getLogger("llamatap.serve")
 
@@ -35,13 +36,18 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """The body of every response but 2xx."""
+    """The body of every response other than 2xx."""
 
     error: ErrorDetail
 
 
 class ApiError(Exception):
-    """A response that is an error."""
+    """An error as a response.
+
+    :param kind: its type, by OpenAI's names.
+    :param code: its code, for programs.
+    :param retry_after: seconds after which the client should try again.
+    """
 
     def __init__(
         self, status: int, kind: str, code: str, message: str, *, retry_after: int | None = None
@@ -54,11 +60,20 @@ class ApiError(Exception):
 
     @classmethod
     def invalid(cls, message: str, code: str = "invalid_value") -> ApiError:
+        """400: the request is wrong."""
         return cls(400, "invalid_request_error", code, message)
+
+    @classmethod
+    def queue_full(cls, message: str, retry_after: int) -> ApiError:
+        """429: too many requests wait.
+
+        :param retry_after: seconds.
+        """
+        return cls(429, "rate_limit_error", "queue_full", message, retry_after=retry_after)
 
 
 def api_error(error: BaseException) -> ApiError:
-    """The response to an error of the package, or of anything else."""
+    """The response for an exception: of this package, or any other."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextFullError):
@@ -78,17 +93,21 @@ def api_error(error: BaseException) -> ApiError:
     return ApiError(500, "internal_error", "internal_error", message)
 
 
+def error_body(error: ApiError) -> dict[str, Any]:
+    """The body of an error's response, or its event in a stream."""
+    return {"error": {"message": str(error), "type": error.kind, "code": error.code}}
+
+
 def error_response(error: ApiError) -> Response:
     """The response of an error."""
-    body = {"error": {"message": str(error), "type": error.kind, "code": error.code}}
     headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return Response(orjson.dumps(body), error.status, headers, "application/json")
+    return Response(orjson.dumps(error_body(error)), error.status, headers, "application/json")
 
 
 def install(app: FastAPI) -> None:
-    """Let all errors of an app be of this form."""
+    """Give every error of an app this form."""
     app.add_middleware(Failures)
 
     @app.exception_handler(ApiError)
@@ -107,7 +126,7 @@ def install(app: FastAPI) -> None:
     async def http(_: Request, error: HTTPException) -> Response:
         codes = {400: "invalid_body", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
         code = codes.get(error.status_code, "http_error")
-        # FastAPI itself says 400 only of bodies that it cannot read.
+        # FastAPI itself raises 400 only for bodies that it cannot read.
         message = unreadable_body(error.__cause__) if error.status_code == 400 else str(error.detail)
         found = error_response(ApiError(error.status_code, "invalid_request_error", code, message))
         found.headers.update(error.headers or {})
@@ -115,7 +134,7 @@ def install(app: FastAPI) -> None:
 
 
 class Failures:
-    """Middleware: an error that nothing else has caught is a response, too, and the connection goes on."""
+    """Middleware: turns an exception that nothing else caught into a response, and keeps the connection."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -131,10 +150,15 @@ class Failures:
         try:
             await self.app(scope, receive, noting)
         except asyncio.CancelledError:
-            # The server is ended by force: a second Ctrl-C, or --drain is over.
+            # The server is stopped by force: by a second Ctrl-C, or since --drain is over.
             if started or scope["type"] != "http":
                 raise
-            ended = ApiError(503, "unavailable_error", "shutting_down", "the server was ended meanwhile")
+            ended = ApiError(
+                503,
+                "unavailable_error",
+                "shutting_down",
+                "the server stopped before the request was finished",
+            )
             await error_response(ended)(scope, receive, send)
         except Exception as error:
             if started or scope["type"] != "http":

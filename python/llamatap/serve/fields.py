@@ -1,7 +1,7 @@
 """Field types of request bodies.
 
-Bodies are checked on the event loop, so the first mistake ends the check: a list of a million wrong elements,
-or a body of as many unknown fields, is one error.
+Bodies are checked on the event loop, so a check ends at the first mistake: a list of a million wrong
+elements, or a body with as many unknown fields, gives one error.
 """
 
 from __future__ import annotations
@@ -9,7 +9,16 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 __all__ = ["Biases", "Body", "Ids", "Prompts", "Texts"]
@@ -22,12 +31,12 @@ _TOKEN_ID = "[0-9]{1,9}"
 
 
 def _shown(name: Any) -> str:
-    """The name of a field as an error shows it: not all of a long one, and no half characters."""
+    """The name of a field for an error message: cut if it is long, without half characters."""
     return str(name)[:100].encode(errors="backslashreplace").decode()
 
 
 def _token_ids(value: Any) -> Any:
-    # pydantic would report each entry of a large object, not the first mistake alone.
+    # pydantic would report every wrong entry of a large object.
     if not isinstance(value, dict):
         return value
     if len(value) > _MOST_BIASES:
@@ -44,7 +53,7 @@ def _token_ids(value: Any) -> Any:
     return value
 
 
-#: By token id, which is a string of digits as keys of JSON are: what is added to its logit.
+#: By token id, in JSON a string of digits: the number added to its logit.
 Biases: TypeAlias = Annotated[
     dict[
         Annotated[str, Field(pattern=f"^{_TOKEN_ID}$")],
@@ -52,11 +61,12 @@ Biases: TypeAlias = Annotated[
     ],
     Field(max_length=_MOST_BIASES),
     BeforeValidator(_token_ids),
+    AfterValidator(lambda biases: {int(token): bias for token, bias in biases.items()}),
 ]
 
 
 def _kind(value: Any) -> str | None:
-    """The kind of the prompts, by the type of the first one: "text", "texts", "ids", "lists", or None."""
+    """The kind of prompts, by the type of the first: "text", "texts", "ids", "lists", or None."""
     if isinstance(value, str):
         return "text"
     if not isinstance(value, list):
@@ -80,7 +90,7 @@ Prompts: TypeAlias = Annotated[
 
 
 class Body(BaseModel):
-    """An object whose fields are all known, each of the very type that it should have."""
+    """A request: all fields known, and of exactly their type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -88,7 +98,8 @@ class Body(BaseModel):
     @classmethod
     def _known(cls, data: Any) -> Any:
         if isinstance(data, dict):
-            unknown = next((name for name in data if name not in cls.model_fields), None)
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            unknown = next((name for name in data if name not in known), None)
             if unknown is not None:
                 raise PydanticCustomError(
                     "unknown_field",

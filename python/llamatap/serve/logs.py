@@ -1,4 +1,4 @@
-"""Configuration of the server's log lines."""
+"""Logging of the server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger("llamatap.serve")
 
 
 class OncePerSecond(logging.Filter):
-    """Lets each kind of message through once a second: clients can cause them at any rate."""
+    """Filter: shows each kind of message once a second, since clients can cause them at any rate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,8 +33,8 @@ class OncePerSecond(logging.Filter):
 
 
 def configure(verbose: bool) -> None:
-    """Show the server's lines on stderr, and requests on stdout; with ``verbose`` the engine's and uvicorn's
-    own, too."""
+    """Log the server's lines to stderr and requests to stdout; with ``verbose`` the lines of the engine and
+    uvicorn, too."""
     from uvicorn.config import LOGGING_CONFIG
 
     config = copy.deepcopy(LOGGING_CONFIG)

@@ -11,7 +11,7 @@ __all__ = ["Metrics", "RequestMetrics"]
 
 
 class Metrics:
-    """The counters of a server. Each has a registry of its own: several can live in one process."""
+    """The counters of one server, in a registry of their own: several servers can run in one process."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -46,12 +46,12 @@ class Metrics:
         )
 
     def text(self) -> bytes:
-        """In Prometheus' text format."""
+        """The counters in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 class RequestMetrics:
-    """Middleware that counts requests, by the path of their route (not what a client made up)."""
+    """Middleware: counts requests by the path of their route, never by paths that clients make up."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app = app
@@ -62,7 +62,7 @@ class RequestMetrics:
             await self.app(scope, receive, send)
             return
         started = time.perf_counter()
-        status = 499  # the client went away
+        status = 499  # the client disconnected
 
         async def noting(message: Message) -> None:
             nonlocal status

@@ -19,16 +19,16 @@ __all__ = ["ModelOptions", "ServerOptions", "VerifierOptions"]
 class ModelOptions:
     """A model to serve.
 
-    :ivar name: what requests call it.
+    :ivar name: its name in requests.
     :ivar path: its GGUF file.
     :ivar n_gpu_layers: layers on the GPU; -1 for all.
-    :ivar weights: what its weights are converted to ("f32", "f16" or "bf16"), if anything.
+    :ivar weights: type that its weights are converted to: "f32", "f16" or "bf16"; None keeps them.
     :ivar context: further options of the contexts, as of :class:`llamatap.Context` (``n_threads``,
-        ``type_k``, ``flash_attn``, ...); their sizes are the server's business.
-    :ivar n_ctx: tokens that all texts being generated may take together; 0 for ``parallel`` times what the
-        model was trained with, 4,096 each at most.
+        ``type_k``, ``flash_attn``, ...). The server sets their sizes.
+    :ivar n_ctx: tokens of all in-flight texts together; 0 for ``parallel`` times what the model was trained
+        with, at most 4,096 each.
     :ivar parallel: texts that are generated at once.
-    :ivar drafter: "ngram", "mtp" (the model's own blocks) or the file of a drafter; None for none.
+    :ivar drafter: "ngram", "mtp" (the model's own blocks) or a drafter file; None for no drafter.
     :ivar n_max: tokens of a draft; None for the drafter's own default.
     """
 
@@ -53,14 +53,15 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifierOptions:
-    """Where completions leave files of hidden states, for trainers of drafters.
+    """Files of hidden states that completions leave for trainers of drafters.
 
-    :ivar folder: where; it is made if it is not there. Nothing is written anywhere else.
-    :ivar layers: which, as vLLM counts, 0..n; H_n follows them as the last slot. None for what EAGLE-3
-        drafters take: ``[2, n//2, n-3]``.
-    :ivar dtype: of the states in the files.
-    :ivar quota_bytes: what the files may take together. Beyond it requests get 503 until some are gone.
-    :ivar max_age: seconds after which a file that nobody has taken is removed.
+    :ivar folder: the folder of the files, made if it does not exist. Nothing is written anywhere else.
+    :ivar layers: layer ids as vLLM counts, 0..n; H_n follows them as the last slot. None for those of EAGLE-3
+        drafters: ``[2, n//2, n-3]``.
+    :ivar dtype: dtype of the states in the files.
+    :ivar quota_bytes: the most bytes of all files together. Beyond it requests get 503 until files are
+        removed.
+    :ivar max_age: seconds after which a file that nobody took is removed.
     """
 
     folder: Path
@@ -77,21 +78,21 @@ class VerifierOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Limits of a server, and who may use it.
+    """Limits of a server, and access to it.
 
-    :ivar api_key: what ``Authorization: Bearer`` must bring; None lets everybody in.
+    :ivar api_key: the key that requests must bring as ``Authorization: Bearer``; None lets everybody in.
     :ivar any_host: whether a server without a key answers requests whose ``Host`` is not this machine.
     :ivar max_queue: prompts of a model that may wait; further requests get 429.
-    :ivar max_body_bytes: of a request.
-    :ivar max_response_bytes: of the states of a request, before they are encoded.
-    :ivar max_pending_bytes: of the states of all requests, and of what they are encoded to, from before they
-        are computed until they are sent; requests wait for their share.
-    :ivar max_length: what ``max_length`` of a request may be, and the most tokens of a prompt.
-    :ivar max_inputs: prompts of one request.
-    :ivar verifier: where completions leave files of states; None: they leave none.
+    :ivar max_body_bytes: size of a request's body.
+    :ivar max_response_bytes: size of the states of a request, before they are encoded.
+    :ivar max_pending_bytes: size of the states of all requests and of their encoded forms, from before they
+        are computed until they are sent. Requests wait for their share.
+    :ivar max_length: the most tokens of a prompt, and the largest ``max_length`` of a request.
+    :ivar max_inputs: prompts in one request.
+    :ivar verifier: files of states that completions leave; None for no files.
     :ivar presets: TOML files of further presets.
-    :ivar cors: origins ("https://example.org") whose pages may read from this server in a browser, or "*" for
-        all; none unless they are given.
+    :ivar cors: origins ("https://example.org") whose pages may read from this server in a browser; "*" for
+        all. By default none may.
     """
 
     api_key: str | None = None
@@ -111,9 +112,7 @@ class ServerOptions:
             if name.startswith("max_"):
                 integer(name, value, 1, 2**63 - 1)
         if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):
-            raise InvalidInputError(
-                "an API key is of printable ASCII characters without blanks, one at least"
-            )
+            raise InvalidInputError("an API key is one or more printable ASCII characters, without blanks")
         object.__setattr__(self, "cors", tuple(map(_origin, self.cors)))
 
 
@@ -124,9 +123,9 @@ _DEFAULT_PORTS = {"http": "80", "https": "443"}
 
 
 def _origin(given: str) -> str:
-    """The origin in the form that browsers send, which alone matches.
+    """The origin as browsers send it: only that form matches.
 
-    :raises InvalidInputError: it is none.
+    :raises InvalidInputError: it is not an origin.
     """
     if given == "*":
         return given

@@ -1,4 +1,4 @@
-"""``GET /``: a page that draws the states of a text, and the headers that keep it to itself."""
+"""``GET /``: a page that draws the states of a text as a heat map, under a strict content security policy."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ __all__ = ["make_router"]
 
 
 def _sources(page: str, tag: str) -> str:
-    """The hashes of the page's own blocks of a tag, as a policy lists them."""
+    """Hashes of the page's own ``<script>`` or ``<style>`` blocks, as a content security policy lists
+    them."""
     blocks = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
     digests = [base64.b64encode(hashlib.sha256(block.encode()).digest()).decode() for block in blocks]
     return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
 def make_router(max_length: int) -> APIRouter:
-    """The route of the page, which is read here once.
+    """The route of the page. The file is read once, here.
 
-    :param max_length: the most tokens that the server takes.
+    :param max_length: the most tokens of a prompt.
     """
     page = files("llamatap.serve").joinpath("page.html").read_text("utf-8")
-    # More rows than these are no picture any more.
+    # More than 128 rows are too small to see.
     page = page.replace('<span id="most">128<', f'<span id="most">{min(128, max_length)}<')
     policy = {
         "default-src": "'none'",
         "script-src": _sources(page, "script"),
         "style-src": _sources(page, "style"),
         "connect-src": "'self'",
-        # Its icon is empty, so that browsers ask for none.
+        # The page has an empty icon, so that browsers do not ask for one.
         "img-src": "data:",
         "base-uri": "'none'",
         "form-action": "'none'",
@@ -43,7 +44,7 @@ def make_router(max_length: int) -> APIRouter:
         "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
-        # Its script changes with the server, whose policy then holds another hash.
+        # A cached page of another version has a script that the policy of this one refuses.
         "Cache-Control": "no-cache",
     }
     router = APIRouter()

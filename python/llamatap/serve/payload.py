@@ -1,7 +1,7 @@
-"""States as bodies of responses: nested lists, base64, or safetensors.
+"""Encoding states as bodies of responses: nested lists, base64, or safetensors.
 
-All is done in pieces. What encodes them holds the GIL, and the event loop must get its turn in between; and
-a body that is handed over whole lies in memory, however slowly its client reads.
+Bodies are encoded and sent in pieces. Encoding holds the GIL, and the event loop must get its turn between
+the pieces; a body that is handed over whole stays in memory for as long as its client reads.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ __all__ = [
 
 Encoding = Literal["float", "base64", "safetensors"]
 
-# Bytes of one piece of a body.
+# Bytes sent at once.
 _SENT_BYTES = 2**18
 
-# Items of one piece of a list that is encoded in pieces.
+# Items of a list encoded at once.
 _PIECE_ITEMS = 256
 
-# Divisible by 3, so that the pieces of base64 join without padding between them.
+# Bytes encoded at once as base64. Divisible by 3, so that there is no padding between the pieces.
 _PIECE = 3 * 2**16
 
 
 def bytes_of(n_numbers: int, itemsize: int, encoding: Encoding) -> int:
-    """The most bytes that numbers take from their extraction until they are sent: themselves, and what they
-    are encoded to."""
+    """The most bytes that numbers take from their extraction until they are sent: as they are, and
+    encoded."""
     # A float32 has nine digits, and a sign, a point, an exponent or zeros, and a comma.
     each = {"float": 13.0, "base64": 4 / 3 * itemsize, "safetensors": float(itemsize)}[encoding]
     return int(n_numbers * (itemsize + each))
@@ -57,7 +57,8 @@ def _rows(array: NDArray[Any]) -> Iterator[bytes]:
 
 
 def as_lists(array: NDArray[Any]) -> list[bytes]:
-    """Nested lists of numbers, in pieces: each the shortest that reads back as the same float32."""
+    """Nested lists of numbers as JSON, in pieces. Each number is the shortest that reads back as the same
+    float32."""
     if array.ndim == 1:
         return list(_rows(array[None]))
     pieces = [b"["]
@@ -68,7 +69,7 @@ def as_lists(array: NDArray[Any]) -> list[bytes]:
 
 
 def as_array(items: Iterable[Any]) -> orjson.Fragment:
-    """A list as JSON, encoded in pieces."""
+    """A list as JSON, encoded in pieces and joined."""
     left, pieces = iter(items), []
     while piece := list(itertools.islice(left, _PIECE_ITEMS)):
         pieces.append(orjson.dumps(piece)[1:-1])
@@ -76,7 +77,7 @@ def as_array(items: Iterable[Any]) -> orjson.Fragment:
 
 
 def as_base64(array: NDArray[Any]) -> list[bytes]:
-    """The bytes of the array, row-major and little-endian, in base64; in pieces."""
+    """The bytes of an array, row-major and little-endian, as a JSON string of base64, in pieces."""
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     pieces = [base64.b64encode(data[i : i + _PIECE].data) for i in range(0, len(data), _PIECE)]
     return [b'"', *pieces, b'"']
@@ -87,7 +88,9 @@ def json_pieces(
 ) -> list[bytes]:
     """An object as JSON, in pieces.
 
-    :param fragments: what goes into parts of it: a part, a key of it, and the pieces of that key's value.
+    :param content: the object.
+    :param fragments: values that are JSON already: an object within ``content``, its key, and the pieces of
+        the value.
     """
     mark = uuid.uuid4().hex
     for part, key, _ in fragments:
@@ -100,16 +103,16 @@ def json_pieces(
 
 
 def as_safetensors(tensors: dict[str, NDArray[Any]], fields: dict[str, Any]) -> bytes:
-    """A safetensors file, with fields as its metadata: strings as they are, all else as JSON."""
+    """A safetensors file with metadata: strings as they are, other fields as JSON."""
     from safetensors.numpy import save
 
     return save({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, to_metadata(fields))
 
 
 class PiecewiseResponse(Response):
-    """A body that is sent in pieces, each when the client has taken those before it.
+    """A response whose body is sent piece by piece, each once the client has taken those before it.
 
-    :param pieces: of the body, of any size.
+    :param pieces: the body, in pieces of any size.
     """
 
     def __init__(self, pieces: list[bytes], media_type: str) -> None:
@@ -120,12 +123,12 @@ class PiecewiseResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for body in self._packed():
-            # The server ends it for a client that reads nothing (send_timeout).
+            # A client that reads nothing is cut off by the server's send_timeout.
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _packed(self) -> Iterator[bytes]:
-        """The body in pieces of about one size. What was given out is kept no longer."""
+        """The body in pieces of about one size. Pieces are freed as they are given out."""
         packed, size = [], 0
         self._pieces.reverse()
         while self._pieces:

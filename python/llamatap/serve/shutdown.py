@@ -1,4 +1,4 @@
-"""The end of a server: requests in flight end with a proper answer."""
+"""Shutdown: the moment at which requests in flight must end, and their answer then."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["Ending", "shutting_down"]
 
 
 def shutting_down(message: str = "the server is shutting down") -> ApiError:
-    """The error of a request that a stopping server refuses or cannot finish."""
+    """The error of a request that a server refuses or cannot finish because it is stopping."""
     return ApiError(503, "unavailable_error", "shutting_down", message, retry_after=5)
 
 
 class Ending:
-    """The moment at which requests in flight must end, finished or not; for one event loop."""
+    """The moment at which requests in flight must end, finished or not. For one event loop."""
 
     def __init__(self) -> None:
         self._begun = asyncio.Event()
@@ -40,7 +40,7 @@ class Ending:
 
     @contextlib.contextmanager
     def telling(self, tell: Callable[[], object]) -> Iterator[None]:
-        """Call a function when the end comes during the block, or has come before it."""
+        """Context manager: calls a function if the moment comes during the block, or came before it."""
         if self.begun:
             tell()
         self._told.add(tell)

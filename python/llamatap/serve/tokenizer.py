@@ -1,5 +1,5 @@
-"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, as vLLM serves them. Scoring harnesses (lm-eval)
-count tokens with them."""
+"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, as vLLM serves them. lm-eval and other scoring
+harnesses count tokens with them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from llamatap.model import Model
+from llamatap.serve.app_state import server_of
 from llamatap.serve.errors import ErrorResponse
 from llamatap.serve.fields import Body, Ids
-from llamatap.serve.state import server_of
 
 __all__ = ["router"]
 
@@ -21,7 +21,9 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse} for status in (400, 401, 404, 413, 422, 429, 500)
 }
 
-_ModelName = Annotated[str | None, Field(description="a name of GET /v1/models; may be left out of one")]
+_ModelName = Annotated[
+    str | None, Field(description="a name of GET /v1/models; may be left out where one model is served")
+]
 
 
 class TokenizeRequest(Body):
@@ -43,7 +45,7 @@ class TokenizeResponse(BaseModel):
 
 
 class DetokenizeRequest(Body):
-    """Token ids to make a text of."""
+    """Token ids to turn into a text."""
 
     model: _ModelName = None
     tokens: Ids
@@ -56,7 +58,7 @@ class DetokenizeResponse(BaseModel):
 
 
 class TokenizerInfo(BaseModel):
-    """A model's tokenizer."""
+    """The tokenizer of a model."""
 
     tokenizer_class: str
     bos_token: str | None
@@ -75,7 +77,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
         tokens = worker.model.tokenize(body.prompt, add_special=body.add_special_tokens).tolist()
         texts = [_text(worker.model, token) for token in tokens] if body.return_token_strs else None
         return TokenizeResponse(
-            count=len(tokens), max_model_len=worker.text_limit, tokens=tokens, token_strs=texts
+            count=len(tokens), max_model_len=worker.limits.text, tokens=tokens, token_strs=texts
         )
 
     return await server.threads.run(work)
@@ -91,7 +93,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeRes
 
 @router.get("/tokenizer_info", responses=_ERRORS)
 async def tokenizer_info(request: Request, model: str | None = None) -> TokenizerInfo:
-    """The kind of a model's tokenizer, its BOS and EOS, and the chat template."""
+    """The kind of a model's tokenizer, its BOS and EOS, and its chat template."""
     found = server_of(request).worker(model).model
     return TokenizerInfo(
         tokenizer_class=str(found.metadata.get("tokenizer.ggml.model", "none")),

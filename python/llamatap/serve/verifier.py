@@ -1,10 +1,10 @@
-"""Files of hidden states that completions leave for a trainer of drafters on the same machine.
+"""The folder of hidden-state files that completions leave for a trainer of drafters on the same machine.
 
 The protocol is that of vLLM's ExampleHiddenStatesConnector, as the library ``hs-connectors`` reads it: a
 safetensors file with ``token_ids`` [n] int64 and ``hidden_states`` [n, n_layers, hidden], and beside it
-FILE.lock, held with ``flock`` until the file is complete; the reader waits for the lock and removes it. It
-gives up after 10 seconds, and looks again only every 0.1: so a response that names a file is sent when the
-file is complete, and its lock there and free.
+FILE.lock, held with ``flock`` until the file is complete. The reader waits for the lock and removes it; it
+gives up after 10 seconds and looks every 0.1 seconds. So a response that names a file is sent once the file
+is complete and its lock exists and is free.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from llamatap.states import DTYPES, States, write_tensors
 
 __all__ = ["VerifierFiles"]
 
-#: Files, their locks, and the folders in which they are written first. No other names are ever removed.
+#: Names of files, locks, and temporary folders of files being written. Nothing else is ever removed.
 _FILE = r"(hs-[0-9a-f]{32}\.safetensors)"
 _NAME = re.compile(rf"{_FILE}(?:\.lock)?|\.{_FILE}\.[0-9a-f]{{8}}")
 
-#: Files that are written at one time. Each takes a thread, and memory where the dtype is another.
+#: Files written at one time. Each takes a thread, and memory if the dtype must be converted.
 _MOST_WRITERS = 16
 
 
 class VerifierFiles:
-    """The folder, and what is in it. Several servers may share it.
+    """The folder and its files. Several servers may share it.
 
     :raises OSError: the folder cannot be made or written to.
     """
 
     def __init__(self, options: VerifierOptions) -> None:
         self.options = options
-        # Absolute: paths handed to clients must not depend on the working folder.
+        # Absolute, since clients get paths in it.
         self.folder = options.folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         if not os.access(self.folder, os.W_OK | os.X_OK):
@@ -59,7 +59,7 @@ class VerifierFiles:
         self._lock = threading.Lock()
         #: Bytes of the files being written, by name.
         self._writing: dict[str, int] = {}
-        #: Bytes of all others. What readers took since the last sweep is among them.
+        #: Bytes of all other files, as of the last sweep; readers may have taken some since.
         self._present = 0
         self._closing = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep_often, name="llamatap-verifier", daemon=True)
@@ -67,17 +67,17 @@ class VerifierFiles:
             self._sweep()
 
     def start(self) -> None:
-        """Begin to remove what is too old."""
+        """Start the thread that removes old files."""
         self._sweeper.start()
 
     def close(self) -> None:
-        """End that, after a last time."""
+        """Stop the thread, after a last sweep."""
         self._closing.set()
         if self._sweeper.is_alive():
             self._sweeper.join()
 
     def layers(self, model: Model) -> tuple[LayerId, ...]:
-        """The layers of a model's files, H_n at the end.
+        """The layers in a model's files, H_n at the end.
 
         :raises InvalidInputError: the model has no such layers.
         """
@@ -90,19 +90,19 @@ class VerifierFiles:
             raise InvalidInputError(f"the verifier's layers are ids as vLLM's: {error}") from None
 
     def check_room(self, n_tokens: int, width: int) -> None:
-        """There is room for a file of some tokens with ``width`` numbers each.
+        """Check that there is room for a file of ``n_tokens`` tokens with ``width`` numbers each.
 
-        :raises ApiError: 503, there is none now, or the folder cannot be written to.
+        :raises ApiError: 503, there is no room now, or the folder cannot be written to.
         """
         with self._lock:
             self._check(self._size(n_tokens, width))
 
     def leave(self, states: States) -> Path:
-        """Write a file; it is whole, and its lock there and free, when this returns.
+        """Write a file. On return it is complete, and its lock exists and is free.
 
         :param states: float32 ``(n_tokens, n_layers, n_embd)``.
-        :raises ApiError: 503, there is no room for it, or the folder cannot be written to; 422, the dtype of
-            the files does not reach as far as the states.
+        :raises ApiError: 503, there is no room for it, or the folder cannot be written to; 422, states are
+            out of range of the files' dtype.
         """
         name = f"hs-{uuid.uuid4().hex}.safetensors"
         n_bytes = self._size(len(states), math.prod(states.array.shape[1:]))
@@ -127,14 +127,14 @@ class VerifierFiles:
         return path
 
     def _size(self, n_tokens: int, width: int) -> int:
-        """Bytes of a file."""
+        """The size of a file in bytes."""
         return n_tokens * (width * int(DTYPES[self.options.dtype].itemsize) + 8)
 
     def _converted(self, states: States) -> NDArray[Any]:
         dtype = self.options.dtype
         with np.errstate(over="ignore"):
             array = states.array.astype(DTYPES[dtype], copy=False)
-        # Layer by layer, which takes less memory.
+        # Layer by layer, to take less memory.
         if spoilt := [k for i, k in enumerate(states.layers) if not np.isfinite(array[:, i]).all()]:
             raise ApiError(
                 422,
@@ -146,7 +146,7 @@ class VerifierFiles:
         return array
 
     def _check(self, n_bytes: int) -> None:
-        """There is room for a file, and for those being written."""
+        """Check that there is room for a file besides those being written."""
         if len(self._writing) >= _MOST_WRITERS:
             raise ApiError(
                 503,
@@ -156,7 +156,7 @@ class VerifierFiles:
                 retry_after=1,
             )
         if not os.access(self.folder, os.W_OK | os.X_OK):
-            raise self._unavailable("it is gone, or read-only")
+            raise self._unavailable("it was removed, or is read-only")
         promised = sum(self._writing.values())
         quota = self.options.quota_bytes
         try:
@@ -188,14 +188,14 @@ class VerifierFiles:
 
     @contextlib.contextmanager
     def _held(self, path: Path) -> Iterator[None]:
-        """FILE.lock is there and held; on an error it is removed."""
+        """Context manager: holds FILE.lock, and removes it on an error."""
         name = f"{path}.lock"
         while True:
             lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
             fcntl.flock(lock, fcntl.LOCK_EX)
             if os.fstat(lock).st_nlink:
                 break
-            # Another server has removed it before it was held.
+            # Another server removed it before it was locked.
             os.close(lock)
         try:
             yield
@@ -210,12 +210,12 @@ class VerifierFiles:
         ended = False
         while not ended:
             ended = self._closing.wait(min(self.options.max_age / 4, 60.0))
-            # Without the folder there is nothing to remove, and requests are told.
+            # Without the folder there is nothing to remove; requests get an error.
             with contextlib.suppress(OSError), self._lock:
                 self._sweep()
 
     def _sweep(self) -> None:
-        """Remove files that are too old, and what a server left that died or could not go on; count the rest.
+        """Remove old files and the leftovers of servers that died; count the rest.
 
         :raises OSError: the folder cannot be read.
         """
@@ -225,7 +225,7 @@ class VerifierFiles:
                 match = _NAME.fullmatch(entry.name)
                 if match is None or (name := match[1] or match[2]) in self._writing:
                     continue
-                # A trainer may take a file away in between.
+                # A trainer may take the file meanwhile.
                 with contextlib.suppress(OSError):
                     is_ours = entry.is_dir if match[2] else entry.is_file
                     if is_ours(follow_symlinks=False):
@@ -241,7 +241,10 @@ class VerifierFiles:
             self._present += sum(status.st_size for status in parts.values())
 
     def _remove(self, name: str, parts: set[str]) -> bool:
-        """Remove parts of a file; False where another server is writing it, or they cannot be removed."""
+        """Remove parts of a file.
+
+        :returns: False if another server is writing the file, or a part cannot be removed.
+        """
         if not parts:
             return True
         try:

@@ -278,6 +278,14 @@ WAYS: dict[str, tuple[list[str], dict[str, Any]]] = {
         ["--temperature", "0.8", "--seed", "5", "--top-p", "0.6"],
         {"temperature": 0.8, "seed": 5, "top_p": 0.6},
     ),
+    "min-p": (
+        ["--temperature", "0.8", "--seed", "5", "--min-p", "0.9"],
+        {"temperature": 0.8, "seed": 5, "min_p": 0.9},
+    ),
+    "penalties": (
+        ["--repeat-penalty", "1.5", "--presence-penalty", "0.5", "--penalty-last-n", "8"],
+        {"repeat_penalty": 1.5, "presence_penalty": 0.5, "penalty_last_n": 8},
+    ),
 }
 
 

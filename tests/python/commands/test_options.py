@@ -102,3 +102,8 @@ def test_a_class_has_them_in_its_init() -> None:
 
     assert list(inspect.signature(Made).parameters) == ["width", "share", "fast"]
     assert ":param share: what is kept." in str(Made.__doc__)
+
+
+def test_help_without_the_markup_of_docstrings() -> None:
+    option = Option(0, "as of :meth:`Context.tap`; with ``stream`` alone")
+    assert option.plain_help == "as of Context.tap; with stream alone"

@@ -388,7 +388,7 @@ def test_a_server_whose_texts_fit_keeps_no_memory_for_them(
     app = create_app([tiny_options(tiny_path, n_ctx=2**16)])
     assert allocated() > 2**16 * 4
     (worker,) = app.state.server.workers.values()
-    assert worker._session is None
+    assert worker.generator.session is None
     worker.close()
 
 

@@ -21,12 +21,12 @@ from support.tiny import TinyLlama
 
 import llamatap as lt
 from llamatap.serve import ServerOptions
-from llamatap.serve.budget import Budget, ResponseEnd
+from llamatap.serve.app_state import Server
+from llamatap.serve.completions.schema import ChatRequest, CompletionRequest
 from llamatap.serve.errors import ApiError
 from llamatap.serve.fields import Body
-from llamatap.serve.hidden_states import HiddenStatesRequest
-from llamatap.serve.openai_schema import ChatRequest, CompletionRequest
-from llamatap.serve.state import Server
+from llamatap.serve.hidden_states.schema import HiddenStatesRequest
+from llamatap.serve.memory_budget import Budget, ResponseEnd
 
 MANY = 100_000
 
@@ -226,14 +226,14 @@ def test_texts_that_no_prompt_can_be(tiny_path: Path) -> None:
 def test_tokenising_has_few_threads_and_a_limit(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     threads: set[int] = set()
-    tokens = Server.tokens
+    tokens = Server.checked_prompt
 
     def waits(self: Server, model: lt.Model, prompt: Any) -> Any:
         threads.add(threading.get_ident())
         assert gate.wait(30)
         return tokens(self, model, prompt)
 
-    monkeypatch.setattr(Server, "tokens", waits)
+    monkeypatch.setattr(Server, "checked_prompt", waits)
     with (
         running([tiny_options(tiny_path)], ServerOptions(max_queue=3)) as server,
         ThreadPoolExecutor(20) as pool,

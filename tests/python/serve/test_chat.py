@@ -103,7 +103,7 @@ def test_max_completion_tokens_goes_first(client: Client, server: Running) -> No
     answer = create(client, max_completion_tokens=3, max_tokens=9, extra_body={"ignore_eos": True})
     assert answer.usage.completion_tokens == 3
     # Without either: the text's share of the context, or more of them after a long prompt.
-    assert server.worker.text_room == 256
+    assert server.worker.limits.text_share == 256
     for length, total in ((100, 256), (191, 256), (192, 512), (256, 512), (700, 768), (2000, 2048)):
         talk = [{"role": "user", "content": "x" * (length - len("<[user][/user]\n[assistant]"))}]
         answer = create(client, talk, temperature=0, extra_body={"ignore_eos": True})

@@ -23,6 +23,8 @@ from support.servers import Running, running, tiny_options
 
 import llamatap as lt
 from llamatap._engine_context import EngineContext
+from llamatap.serve.workers.tasks import GenerationTask
+from llamatap.serve.workers.text_generator import TextGenerator
 
 #: For each of sixteen clients: a prompt, options of lt.generate, and further fields of its request.
 MANY: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -256,14 +258,14 @@ def test_texts_that_failed_beside_others_go_on_together(
         monkeypatch.setattr(EngineContext, "decode", fails_on_one)
         with ThreadPoolExecutor(4) as pool:
             gate = threading.Event()
-            admit = type(server.worker)._admit
+            admit = TextGenerator._admit
 
-            def admits(worker: Any, text: Any) -> None:
+            def admits(generator: TextGenerator, task: GenerationTask) -> None:
                 # All are admitted at the same time.
                 gate.wait(10)
-                admit(worker, text)
+                admit(generator, task)
 
-            monkeypatch.setattr(type(server.worker), "_admit", admits)
+            monkeypatch.setattr(TextGenerator, "_admit", admits)
             asked = [
                 pool.submit(server.client.post, "/v1/completions", json={**options, "prompt": one})
                 for one in prompts
@@ -411,7 +413,7 @@ def test_an_extraction_that_fails_leaves_others_alone(
 
     expected = single.states(input="a")
     monkeypatch.setattr(lt.Extractor, "__call__", fails)
-    single.worker._extractor.close()
+    single.worker.extractor.close()
     # It is retried once by itself, in another context.
     assert single.states(input="a") == expected
     assert len(broken) == 1

@@ -23,7 +23,8 @@ from support.servers import FLAGS, Gate, Running, running, server_process, tiny_
 
 import llamatap as lt
 from llamatap.serve import ServerOptions
-from llamatap.serve.connections import Connection, ConnectionOptions
+from llamatap.serve.http.connection import Connection
+from llamatap.serve.http.connection_options import ConnectionOptions
 from llamatap.serve.payload import PiecewiseResponse
 
 SHORT = 0.4
@@ -169,7 +170,7 @@ def test_a_client_that_pauses_is_the_servers_affair_alone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fails", ["_note", "_check_sending"])
+@pytest.mark.parametrize("fails", ["_update_phase", "_check_sending"])
 def test_a_connection_that_cannot_be_checked_is_closed(
     tiny_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -426,7 +426,7 @@ def test_presets_of_one_name(tiny_path: Path, tmp_path: Path) -> None:
 def test_one_prompt_of_several_that_is_too_long(tiny: TinyLlama, tmp_path: Path) -> None:
     path = tiny.write(tmp_path / "tiny.gguf")
     with running([tiny_options(path)]) as server:
-        longest = server.worker.longest
+        longest = server.worker.limits.prompt
         assert longest > 512
         body = {"model": "tiny", "input": [[5], [6] * (longest + 1)], "max_length": longest + 1}
         message = server.error("/v1/hidden_states", 400, "invalid_request_error", **body)

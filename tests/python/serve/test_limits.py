@@ -122,8 +122,8 @@ def test_a_client_that_goes_away_is_not_computed(tiny_path: Path, monkeypatch: p
                 task.cancel()
 
         asyncio.run(leave())
-        jobs = list(server.worker._extractions)
-        wait_until(lambda: all(job.result.cancelled() for job in jobs))
+        tasks = list(server.worker.extractor.queue)
+        wait_until(lambda: all(task.result.cancelled() for task in tasks))
         gate.open.set()
         assert first.result()["shape"][1] == 64
         assert server.states(input="next")["shape"][1] == 64

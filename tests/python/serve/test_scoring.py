@@ -17,7 +17,7 @@ from support.tiny import TinyLlama
 
 import llamatap as lt
 from llamatap.serve import ServerOptions
-from llamatap.serve.echo import offsets_in, text_of
+from llamatap.serve.completions.echo import offsets_in, text_of
 
 #: Without blanks, of which the tiny tokenizer makes other characters.
 PROMPT = "aé€😀z,upon-a-time"
@@ -239,7 +239,7 @@ def test_refusals(server: Running, chat: bool) -> None:
 
 @pytest.mark.slow
 def test_a_prompt_that_fills_the_context(client: Client, tiny_model: lt.Model, server: Running) -> None:
-    most = server.worker.text_limit
+    most = server.worker.limits.text
     (choice,) = create(client, [5] * most, max_tokens=0, echo=True, logprobs=0).choices
     assert len(choice.logprobs.tokens) == most
     # lm-eval's request; the last token needs no position.

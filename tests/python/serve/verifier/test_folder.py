@@ -28,7 +28,7 @@ import llamatap as lt
 from llamatap.serve import VerifierOptions, create_app
 from llamatap.serve.errors import ApiError
 from llamatap.serve.verifier import VerifierFiles
-from llamatap.serve.worker import ModelWorker
+from llamatap.serve.workers.model_worker import ModelWorker
 from llamatap.states import write_tensors
 
 BODY = {"model": "tiny", "prompt": TOKENS, "return_token_ids": True, "max_tokens": 1}

@@ -1,4 +1,4 @@
-"""A request of ``/v1/chat/completions``: the model's chat template on the way in, and its answer's shape."""
+"""Handler of ``/v1/chat/completions``: applies the chat template, and shapes the answer."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ from typing import Any
 
 from llamatap.errors import UnsupportedError
 from llamatap.generation.results import Generation, TokenLogprobs
+from llamatap.serve.app_state import Server
+from llamatap.serve.completions.logprobs import finite
+from llamatap.serve.completions.schema import ROLES, ChatRequest
+from llamatap.serve.completions.text_handler import TextHandler
 from llamatap.serve.errors import ApiError
-from llamatap.serve.openai_schema import ROLES, ChatRequest
-from llamatap.serve.state import Server
-from llamatap.serve.text_job import TextJob, finite
-from llamatap.serve.worker import ModelWorker
+from llamatap.serve.workers.model_worker import ModelWorker
 
-__all__ = ["ChatJob"]
+__all__ = ["ChatHandler"]
 
-# Variables that other fields of a request set, and Python's own name of an object (self).
-_TAKEN = frozenset(("messages", "add_generation_prompt", "template", "self"))
+# Template variables that other fields of a request set, and names that Python itself takes.
+_RESERVED = frozenset(("messages", "add_generation_prompt", "template", "self"))
 
-# transformers' own, which some templates look for.
-_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
+# The mark that transformers uses; some templates look for it.
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
-class ChatJob(TextJob):
-    """A request of ``/v1/chat/completions``."""
+class ChatHandler(TextHandler):
+    """Handles one request of ``/v1/chat/completions``."""
 
-    kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
-    prefix = "chatcmpl"
-    scores_choices = False
+    object_name = "chat.completion"
+    chunk_object_name = "chat.completion.chunk"
+    id_prefix = "chatcmpl"
+    choices_have_prompt_logprobs = False
     body: ChatRequest
 
     def __init__(self, server: Server, worker: ModelWorker, body: ChatRequest) -> None:
@@ -48,7 +49,7 @@ class ChatJob(TextJob):
     def max_tokens(self) -> int | None:
         return self.body.max_completion_tokens or self.body.max_tokens
 
-    def inputs(self) -> list[str | Sequence[int]]:
+    def read_inputs(self) -> list[str | Sequence[int]]:
         body = self.body
         messages: list[dict[str, Any]] = []
         for message in body.messages:
@@ -57,10 +58,10 @@ class ChatJob(TextJob):
                 one["content"] = "\n".join(part.text for part in message.content)
             messages.append(one)
         variables = body.chat_template_kwargs or {}
-        if taken := _TAKEN & variables.keys():
+        if taken := _RESERVED & variables.keys():
             raise ApiError.invalid(f"chat_template_kwargs cannot hold {', '.join(sorted(taken))}")
         if body.continue_final_message:
-            messages[-1]["content"] = f"{messages[-1].get('content', '')}{_HERE}"
+            messages[-1]["content"] = f"{messages[-1].get('content', '')}{_MARK}"
         if self.model.chat_template is None:
             raise UnsupportedError(
                 f"{self.worker.name} has no chat template; give a text as it is to /v1/completions"
@@ -70,9 +71,9 @@ class ChatJob(TextJob):
         return [_up_to_mark(text) if body.continue_final_message else text]
 
     def _check_roles(self, template: str) -> None:
-        """Refuse unknown roles: many templates write any role, or leave its message out.
+        """Refuse unknown roles: many templates print any role, or leave its message out.
 
-        :raises ApiError: a role is none of OpenAI's, and the template does not name it.
+        :raises ApiError: a role is neither OpenAI's nor named in the template.
         """
         for index, message in enumerate(self.body.messages):
             role = message.role
@@ -89,16 +90,16 @@ class ChatJob(TextJob):
             "logprobs": None if found.logprobs is None else self._logprobs(found.logprobs),
         }
 
-    def besides(self) -> dict[str, Any]:
-        # vLLM has the prompt's ids in each choice of a completion, but here of a chat.
-        return {"prompt_token_ids": self.prompts[0].tolist()} if self.body.return_token_ids else {}
+    def extra_fields(self) -> dict[str, Any]:
+        # vLLM puts the ids of the prompt here for a chat, and into each choice for a completion.
+        return {"prompt_token_ids": list(self.prompts[0])} if self.body.return_token_ids else {}
 
-    def opening(self) -> list[dict[str, Any]]:
+    def first_chunks(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         return [
             self.chunk(
                 [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}],
-                **(self.besides() if index == 0 else {}),
+                **(self.extra_fields() if index == 0 else {}),
             )
             for index in range(self.n)
         ]
@@ -122,11 +123,11 @@ class ChatJob(TextJob):
 
 
 def _up_to_mark(text: str) -> str:
-    """A rendered conversation up to the end of its last message."""
-    end = text.rfind(_HERE.rstrip())
+    """Cut a rendered conversation at the mark, which ends its last message."""
+    end = text.rfind(_MARK.rstrip())
     if end < 0:
         raise ApiError.invalid(
             "continue_final_message: the chat template does not show the last message as it is"
         )
-    # A template that cuts the blanks at a message's end would have cut those before the mark too.
-    return text[:end] if text[end:].startswith(_HERE) else text[:end].rstrip()
+    # A template that strips the end of a message (the blank of the mark) would strip the text before it, too.
+    return text[:end] if text[end:].startswith(_MARK) else text[:end].rstrip()

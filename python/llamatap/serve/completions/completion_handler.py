@@ -1,4 +1,4 @@
-"""A request of ``/v1/completions``: prompts as they are, and its answer's shape."""
+"""Handler of ``/v1/completions``: takes prompts as they are, and shapes the answer."""
 
 from __future__ import annotations
 
@@ -8,42 +8,44 @@ from typing import Any, TypeAlias
 from llamatap.generation.options import token_bytes
 from llamatap.generation.results import Event, Generation, TokenLogprobs
 from llamatap.generation.text_stream import TextStream
-from llamatap.serve.echo import offsets_in, text_of
+from llamatap.serve.app_state import Server
+from llamatap.serve.completions.echo import offsets_in, text_of
+from llamatap.serve.completions.logprobs import finite
+from llamatap.serve.completions.schema import CompletionRequest
+from llamatap.serve.completions.text_handler import TextHandler
 from llamatap.serve.errors import ApiError
-from llamatap.serve.openai_schema import CompletionRequest
 from llamatap.serve.payload import as_array
-from llamatap.serve.state import Server
-from llamatap.serve.text_job import TextJob, finite
-from llamatap.serve.worker import ModelWorker
+from llamatap.serve.workers.model_worker import ModelWorker
 
-__all__ = ["CompletionJob"]
+__all__ = ["CompletionHandler"]
 
-#: A token of the legacy ``logprobs``, its log-probabilities (None of the first one of a prompt), and the
-#: character where it begins.
+#: A token of the legacy ``logprobs``: its id, its log-probabilities (None for the first token of a prompt),
+#: and its offset in characters.
 _Row: TypeAlias = "tuple[int, TokenLogprobs | None, int]"
 
 
-class CompletionJob(TextJob):
-    """A request of ``/v1/completions``."""
+class CompletionHandler(TextHandler):
+    """Handles one request of ``/v1/completions``."""
 
-    kind = chunk_kind = "text_completion"
-    prefix = "cmpl"
-    scores_choices = True
-    scores_streams = "ask without stream, or with echo and logprobs"
+    object_name = chunk_object_name = "text_completion"
+    id_prefix = "cmpl"
+    choices_have_prompt_logprobs = True
+    stream_advice = "ask without stream, or with echo and logprobs"
     body: CompletionRequest
 
     def __init__(self, server: Server, worker: ModelWorker, body: CompletionRequest) -> None:
         super().__init__(server, worker, body)
         if body.best_of not in (None, 1, self.n):
-            raise ApiError.invalid("best_of is not supported here: n texts are all that are generated")
+            raise ApiError.invalid("best_of is not supported here: only n texts are generated")
         if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
             raise ApiError.invalid(
-                "max_tokens is 0, so nothing would be in the answer: ask for echo or prompt_logprobs as well"
+                "max_tokens is 0, so the answer would be empty: ask for echo or prompt_logprobs as well"
             )
-        #: Streamed texts so far, decoded from their tokens.
+        #: By choice: the streamed text so far, decoded from its tokens.
         self._streams: dict[int, TextStream] = {}
+        #: Choices of which a chunk was sent.
         self._opened: set[int] = set()
-        #: Of those that have begun with their prompts, the characters of these.
+        #: By choice, once its prompt was echoed: the number of characters of the prompt.
         self._echoed: dict[int, int] = {}
 
     @property
@@ -54,7 +56,7 @@ class CompletionJob(TextJob):
     def n_prompt_logprobs(self) -> int | None:
         body = self.body
         wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
-        # Without a text there is nothing else to compute.
+        # With max_tokens 0 the log-probabilities of the prompt are all there is to compute.
         wanted.append(0 if body.max_tokens == 0 else None)
         return max((one for one in wanted if one is not None), default=None)
 
@@ -62,7 +64,7 @@ class CompletionJob(TextJob):
     def max_tokens(self) -> int | None:
         return 16 if self.body.max_tokens is None else self.body.max_tokens
 
-    def inputs(self) -> list[str | Sequence[int]]:
+    def read_inputs(self) -> list[str | Sequence[int]]:
         prompt = self.body.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -93,49 +95,47 @@ class CompletionJob(TextJob):
         if logprobs is not None:
             stream = self._streams.setdefault(index, self._new_stream())
             rows = self._rows([logprobs], stream, self._echoed.get(index, 0))
-        return self._piece(index, text, rows)
+        return self._chunk_choice(index, text, rows)
 
-    def has_prologue(self, index: int) -> bool:
+    def must_echo(self, index: int) -> bool:
         return bool(self.body.echo) and index not in self._echoed
 
-    def prologue(self, index: int, event: Event) -> list[dict[str, Any]]:
-        if not self.has_prologue(index):
-            return []
+    def echo(self, index: int, event: Event) -> dict[str, Any]:
         text, rows = self._prompt(index, event.prompt_logprobs)
         self._echoed[index] = len(text)
-        piece = self._piece(index, text, None if self.body.logprobs is None else rows)
-        return [piece | {"token_ids": []} if self.body.return_token_ids else piece]
+        choice = self._chunk_choice(index, text, None if self.body.logprobs is None else rows)
+        return choice | {"token_ids": []} if self.body.return_token_ids else choice
 
-    def _piece(self, index: int, text: str, rows: Sequence[_Row] | None) -> dict[str, Any]:
+    def _chunk_choice(self, index: int, text: str, rows: Sequence[_Row] | None) -> dict[str, Any]:
         found = None if rows is None else self._logprobs(rows)
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": found, "finish_reason": None}
         if self.body.return_token_ids and index not in self._opened:
             self._opened.add(index)
-            choice["prompt_token_ids"] = self.prompts[index // self.n].tolist()
+            choice["prompt_token_ids"] = list(self.prompts[index // self.n])
         return choice
 
     def _new_stream(self) -> TextStream:
-        # Stop strings count too: where a token begins does not depend on what comes later.
+        # Without stop strings: the offset of a token does not depend on what follows it.
         return TextStream(token_bytes(self.model), ())
 
     def _prompt(self, index: int, logprobs: Sequence[TokenLogprobs | None] | None) -> tuple[str, list[_Row]]:
-        """The text of a choice's prompt, and where log-probabilities are wanted, its tokens' rows."""
-        given = self.given[index // self.n]
+        """The text of a choice's prompt, and the rows of its tokens where log-probabilities are wanted."""
+        given = self.inputs[index // self.n]
         text = text_of(self.model, given)
         if self.body.logprobs is None or logprobs is None:
             return text, []
-        tokens = self.prompts[index // self.n].tolist()
+        tokens = list(self.prompts[index // self.n])
         offsets = offsets_in(self.model, given, tokens)
         return text, list(zip(tokens, logprobs, offsets, strict=True))
 
     def _rows(self, logprobs: Sequence[TokenLogprobs], stream: TextStream, begin: int) -> list[_Row]:
-        """Tokens of a text with their log-probabilities and offsets.
+        """The rows of a text's tokens.
 
-        :param begin: the characters before the text.
+        :param begin: characters before the text.
         """
         rows: list[_Row] = []
         for one in logprobs:
-            # Tokens within a character begin where it does.
+            # A token within a character begins where the character does.
             rows.append((one.token, one, begin + len(stream.text)))
             stream.push(one.token)
         return rows
@@ -149,7 +149,7 @@ class CompletionJob(TextJob):
         }
 
     def _top(self, one: TokenLogprobs) -> dict[str, float]:
-        """Log-probabilities of the most likely tokens and of the token itself, by their texts."""
+        """Log-probabilities of the most likely tokens and of the token itself, by text."""
         found: dict[str, float] = {}
         for token, logprob in (*one.top[: self.body.logprobs], (one.token, one.logprob)):
             # Among tokens with the same text, keep the most likely one.
@@ -157,7 +157,7 @@ class CompletionJob(TextJob):
         return found
 
     def _spelled(self, token: int) -> str:
-        """A token; what is no text of its own is spelled as OpenAI spells it."""
+        """The text of a token; bytes that are no text by themselves are spelled as OpenAI does."""
         data = self.model.token_bytes(token)
         try:
             return data.decode()

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API for completions, as far as they are served, and extensions of it.
+"""Requests for completions: OpenAI's API as far as it is served, and extensions of it.
 
 https://platform.openai.com/docs/api-reference; ``return_token_ids``, ``prompt_logprobs``,
 ``add_generation_prompt`` and ``continue_final_message`` are vLLM's, ``return_hidden_states`` is SGLang's.
@@ -6,20 +6,22 @@ https://platform.openai.com/docs/api-reference; ``return_token_ids``, ``prompt_l
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias, cast
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from llamatap._options import read_options
+from llamatap.generation.api import GenerateOptions
 from llamatap.serve.fields import Biases, Body, Ids, Prompts
 
 __all__ = ["ROLES", "ChatRequest", "CompletionRequest", "ModelCard", "ModelList", "Sampling"]
 
 
 class Unserved:
-    """Annotates a field of OpenAI's, or of a server like it, that is not served: clients send many of them
-    with values that ask for nothing, and those are taken.
+    """Annotation of a field of OpenAI's, or of a server like it, that is not served. Clients send many such
+    fields with values that ask for nothing, and these are accepted.
 
     :param values: such values, besides null.
     """
@@ -46,47 +48,66 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+#: Nearly 0 is 0, as in vLLM: logits divided by it would overflow.
+_Temperature: TypeAlias = Annotated[
+    float, Field(ge=0, le=100), AfterValidator(lambda value: value if value >= 1e-5 else 0.0)
+]
+#: -1 means all tokens in vLLM; here 0 does.
+_TopK: TypeAlias = Annotated[int, Field(ge=-1, le=2**31 - 1), AfterValidator(lambda value: max(value, 0))]
+
+
+def _option(name: str, **bounds: Any) -> Any:
+    """A field that is an option of :func:`llamatap.generate`, described as the option is."""
+    return Field(None, description=read_options(GenerateOptions)[name].plain_help, **bounds)
+
+
 class Sampling(Body):
-    """Fields that completions of both kinds share."""
+    """Fields that completions of both kinds share.
+
+    A field that is an option of :func:`llamatap.generate` has the option's name, and an alias where OpenAI or
+    vLLM call it otherwise.
+    """
 
     model: str = Field(description="a name of GET /v1/models")
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
-    temperature: float | None = Field(
+    temperature: _Temperature | None = Field(
         None,
-        ge=0,
-        le=100,
         description="default 1; 0 takes the most likely token, and so does less than 1e-5",
     )
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=2**31 - 1, description="0 or -1: of all")
-    min_p: float | None = Field(None, ge=0, le=1)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    top_p: float | None = _option("top_p", gt=0, le=1)
+    top_k: _TopK | None = Field(None, description="draw from the k most likely tokens; 0 or -1: from all")
+    min_p: float | None = _option("min_p", ge=0, le=1)
+    frequency_penalty: float | None = _option("frequency_penalty", ge=-2, le=2)
+    presence_penalty: float | None = _option("presence_penalty", ge=-2, le=2)
+    repeat_penalty: float | None = _option("repeat_penalty", alias="repetition_penalty", gt=0, le=10)
     logit_bias: Biases | None = Field(
         None, description="by token id, -100..100: added to its logit before all else"
     )
-    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="of the random numbers")
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="seed of the random numbers")
     stop: str | Annotated[list[str], Field(fail_fast=True, max_length=16)] | None = Field(
         None, description="strings that end the text, and are not part of it"
     )
-    stop_token_ids: Annotated[Ids, Field(max_length=256)] | None = None
-    ignore_eos: bool | None = None
+    stop_tokens: Annotated[Ids, Field(max_length=256)] | None = _option("stop_tokens", alias="stop_token_ids")
+    ignore_eos: bool | None = _option("ignore_eos")
     n: int | None = Field(None, ge=1, le=16, description="texts for each prompt")
     prompt_logprobs: int | None = Field(
-        None, ge=0, le=20, description="of so many likely tokens at each place of the prompt; without stream"
+        None,
+        ge=0,
+        le=20,
+        description="how many of the most likely tokens to report at each token of the prompt; without "
+        "stream",
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = Field(None, description="ids of the prompt and the text, too")
+    return_token_ids: bool | None = Field(None, description="the token ids of the prompt and the text, too")
     return_hidden_states: bool | Literal["last"] | None = Field(
         None,
-        description="states: the prompt's rows, then one for each token; or of the last token alone",
+        description="hidden states: rows of the prompt, then one row for each token; or of the last token",
     )
     layer: int | None = Field(
         None,
-        description="of return_hidden_states, as transformers counts the architecture; default -1: normed, "
-        "of the last block",
+        description="layer of return_hidden_states, as transformers counts the architecture; default -1: the "
+        "last, normed",
     )
     # Accepted without effect.
     user: str | None = None
@@ -108,16 +129,27 @@ class Sampling(Body):
     truncate_prompt_tokens: Annotated[Any, Unserved()] = None
     use_beam_search: Annotated[Any, Unserved(False)] = None
 
+    def generate_options(self) -> GenerateOptions:
+        """The options of :func:`llamatap.generate` that the request gives."""
+        given = {name: getattr(self, name, None) for name in read_options(GenerateOptions)}
+        options = cast("GenerateOptions", {name: value for name, value in given.items() if value is not None})
+        options.setdefault("temperature", 1.0)
+        return options
+
 
 class CompletionRequest(Sampling):
-    """Continue prompts."""
+    """A request of ``/v1/completions``: continue prompts."""
 
     prompt: Prompts = Field(description="text, token ids, or a list of either")
     max_tokens: int | None = Field(
         None, ge=0, le=2**31 - 1, description="default 16; 0 only with echo or prompt_logprobs"
     )
-    logprobs: int | None = Field(None, ge=0, le=20, description="of so many likely tokens at each place")
-    echo: bool | None = Field(None, description="begin with the prompt; its logprobs too, where asked for")
+    logprobs: int | None = Field(
+        None, ge=0, le=20, description="how many of the most likely tokens to report at each token"
+    )
+    echo: bool | None = Field(
+        None, description="begin with the prompt, and its logprobs where they are asked for"
+    )
     best_of: int | None = Field(None, ge=1, description="1, or as n: no other texts are generated")
     suffix: Annotated[Any, Unserved("")] = None
     add_special_tokens: Annotated[Any, Unserved(True)] = None
@@ -142,7 +174,7 @@ class Message(BaseModel):
 
 
 class ChatRequest(Sampling):
-    """Answer a conversation, by the model's own chat template."""
+    """A request of ``/v1/chat/completions``: answer a conversation, with the model's own chat template."""
 
     messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1, max_length=1024)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)

@@ -1,4 +1,4 @@
-"""Checks of requests before they are parsed: the API key, the host, the kind and the size of the body."""
+"""Checks of requests before they are parsed: API key, host, type and size of the body."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from llamatap.serve.errors import ApiError, error_response
 
 __all__ = ["ApiKey", "BodyLimit", "Cors", "HostCheck", "JsonOnly", "OneLength", "is_loopback"]
 
-#: Paths without a key, which tell nothing of the models: for load balancers, and browsers that have yet to
-#: ask for the key.
+#: Paths that need no key and tell nothing about the models: for load balancers, and for browsers, whose page
+#: asks for the key.
 _OPEN = frozenset(("/", "/health"))
 
 
 class ApiKey:
-    """Middleware: 401 unless ``Authorization: Bearer`` brings the key; compared in constant time."""
+    """Middleware: 401 unless ``Authorization: Bearer`` brings the key, which is compared in constant time."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self.app = app
@@ -30,7 +30,7 @@ class ApiKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in _OPEN:
             scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-            # The scheme is written as one likes (RFC 9110).
+            # The scheme is case-insensitive (RFC 9110).
             if not (scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self.expected)):
                 error = ApiError(
                     401,
@@ -44,7 +44,7 @@ class ApiKey:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address is of this machine, and reached from nowhere else."""
+    """Whether a name or address is this machine's own, and reached from nowhere else."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -52,10 +52,10 @@ def is_loopback(host: str) -> bool:
 
 
 class Cors(CORSMiddleware):
-    """Middleware: starlette's for pages of other origins, with refusals that are errors like all others."""
+    """Middleware: starlette's CORS, with refusals in the form of all other errors."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """The answer to a browser that asks whether a page may send a request."""
+        """The answer to a preflight: whether a page may send a request."""
         found = super().preflight_response(request_headers)
         if found.status_code == 200:
             return found
@@ -68,8 +68,12 @@ class Cors(CORSMiddleware):
 
 
 class HostCheck:
-    """Middleware: 403 unless ``Host`` names this machine. A page of another site whose name leads here (DNS
-    rebinding) would otherwise read what a server without a key gives."""
+    """Middleware: 403 unless ``Host`` names this machine.
+
+    Otherwise a page of another site whose name is made to resolve to this machine (DNS rebinding) could read
+    from a server without a key. Starlette's TrustedHostMiddleware knows no ranges of addresses (127.0.0.0/8)
+    and answers in plain text.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -93,7 +97,7 @@ class HostCheck:
 
 
 class JsonOnly:
-    """Middleware: 400 for bodies that do not say that they are JSON: browsers let any page send those to any
+    """Middleware: 400 for bodies that are not declared as JSON. Browsers let any page send such bodies to any
     address."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -111,7 +115,7 @@ class JsonOnly:
                     f"a body is sent with 'Content-Type: application/json'; found {found}",
                 )
                 response = error_response(error)
-                # The body is not read.
+                # The body was not read.
                 response.headers["Connection"] = "close"
                 await response(scope, receive, send)
                 return
@@ -119,8 +123,8 @@ class JsonOnly:
 
 
 class OneLength:
-    """Middleware: 400 for requests that say where their body ends in two ways, by which proxies and servers
-    can be made to see different requests (RFC 9112, 6.1)."""
+    """Middleware: 400 for requests that give the length of their body in two ways. A proxy and a server could
+    disagree about where such a request ends (RFC 9112, 6.1)."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -133,22 +137,22 @@ class OneLength:
                     "a request has Content-Length or Transfer-Encoding, not both", "invalid_http"
                 )
                 response = error_response(error)
-                # The rest of the body could be read as another request.
+                # What follows could be read as another request.
                 response.headers["Connection"] = "close"
                 await response(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
 
-# The most brackets (of lists and objects) and commas (between entries) of a body. It is read on the
-# event loop; texts of program code have fewer brackets than this.
+# The most brackets (of lists and objects) and commas (between entries) of a body, which is parsed on the
+# event loop. Program code in a text has fewer brackets than this.
 _MOST_BRACKETS = 2**18
 _MOST_COMMAS = 2**20
 
 
 class BodyLimit:
-    """Middleware: 413 for bodies beyond a limit, whether they say their length or come in chunks, and for
-    those of so many parts that it takes long to read them."""
+    """Middleware: 413 for bodies beyond a limit, of known length or in chunks, and for bodies of so many
+    elements that parsing takes long."""
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self.app = app
@@ -163,7 +167,7 @@ class BodyLimit:
         if length.isdigit() and int(length) > self.limit:
             error = ApiError(413, "invalid_request_error", "body_too_large", self.message)
             response = error_response(error)
-            # The body is not read.
+            # The body was not read.
             response.headers["Connection"] = "close"
             await response(scope, receive, send)
             return

@@ -1,4 +1,4 @@
-"""The HTTP server around the app: its start, and its end."""
+"""The HTTP server around the app: startup, signals, shutdown."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from llamatap.serve.connections import ConnectionOptions, HttpConfig
+from llamatap.serve.app_state import Server
+from llamatap.serve.http.connection import HttpConfig
+from llamatap.serve.http.connection_options import ConnectionOptions
 from llamatap.serve.logs import logger
-from llamatap.serve.state import Server
 
 __all__ = ["HttpServer"]
 
-# For answers that say that a request was not finished.
+# For sending the answers that say that a request was not finished.
 _GRACE_SECONDS = 5.0
 
 _NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -30,7 +31,8 @@ class HttpServer(uvicorn.Server):
     """Serves an app until SIGTERM or Ctrl-C.
 
     :param app: of :func:`llamatap.serve.create_app`.
-    :param drain: seconds that requests in flight have at the end; a second signal ends them at once.
+    :param drain: seconds that requests in flight have when the server stops; a second signal ends them at
+        once.
     :param more: options of :class:`uvicorn.Config`.
     """
 
@@ -38,7 +40,7 @@ class HttpServer(uvicorn.Server):
         self, app: FastAPI, options: ConnectionOptions | None = None, *, drain: float = 60.0, **more: Any
     ) -> None:
         config = HttpConfig(app, options or ConnectionOptions(), **more)
-        # By then everything was told to end, and every connection was closed.
+        # By then all requests were told to end, and all connections closed.
         config.timeout_graceful_shutdown = math.ceil(drain + 2 * _GRACE_SECONDS)
         super().__init__(config)
         self.drain = drain
@@ -50,7 +52,7 @@ class HttpServer(uvicorn.Server):
         self._refused_at = -math.inf
 
     async def startup(self, sockets: Any = None) -> None:
-        """Begin to listen, and to watch the connections."""
+        """Start listening and watching the connections."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self._failed)
         await super().startup(sockets)
@@ -59,7 +61,7 @@ class HttpServer(uvicorn.Server):
         logger.info("running on http://%s:%d (Ctrl-C ends it)", f"[{host}]" if ":" in host else host, port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal: the first one stops the server, the second ends requests in flight, the third the
+        """Handle a signal: the first stops the server, the second ends requests in flight, the third the
         process."""
         if self.should_exit and not self._hurry.is_set() and self._loop is not None:
             self._captured_signals.append(sig)
@@ -68,7 +70,7 @@ class HttpServer(uvicorn.Server):
             super().handle_exit(signal.SIGINT if self._hurry.is_set() else sig, frame)
 
     async def shutdown(self, sockets: Any = None) -> None:
-        """Refuse new requests, drop half-open connections, finish or end the requests in flight."""
+        """Refuse new requests, drop half-open connections, finish or end requests in flight."""
         half_open = sum(one.phase != "idle" for one in self.connections.waiting())
         busy = len(self.connections) - len(self.connections.waiting())
         logger.info(
@@ -92,14 +94,14 @@ class HttpServer(uvicorn.Server):
             logger.warning("%d requests were not finished: they end with 503", len(self.server_state.tasks))
         self.app.ending.begin()
         await asyncio.sleep(_GRACE_SECONDS)
-        # Who reads nothing cannot be told.
+        # A client that reads nothing cannot be told.
         self.connections.abort()
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Handle errors of the event loop itself, such as a connection that it cannot accept."""
         error = context.get("exception")
         if isinstance(error, OSError) and error.errno in _NO_RESOURCES:
-            # asyncio says so for each of a whole backlog, and tries again after a second.
+            # asyncio reports each connection of the backlog, and tries again after a second.
             if time.monotonic() - self._refused_at >= 1.0:
                 self._refused_at = time.monotonic()
                 dropped = self.connections.drop(self.connections.reserve)
@@ -107,5 +109,5 @@ class HttpServer(uvicorn.Server):
                     "no connection can be accepted: %s; dropped %d that waited", error.strerror, dropped
                 )
         elif not (self.should_exit and "_start_serving" in str(context.get("handle"))):
-            # (That retry comes too late for a closed listener.)
+            # Not the retry that finds the listener closed.
             loop.default_exception_handler(context)

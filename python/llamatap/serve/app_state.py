@@ -1,4 +1,4 @@
-"""State that the routes of an app share: its models, presets and limits."""
+"""Server: the models, presets and limits that the routes of an app share."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from fastapi import Request
 from numpy.typing import NDArray
 
 from llamatap.errors import InvalidInputError
-from llamatap.extraction.inputs import prompt_tokens
+from llamatap.extraction.inputs import CheckedPrompt, checked_prompt
 from llamatap.model import Model
 from llamatap.presets import Preset, load_preset, preset_names
-from llamatap.serve.budget import Budget, Threads
 from llamatap.serve.errors import ApiError
+from llamatap.serve.memory_budget import Budget
 from llamatap.serve.metrics import Metrics
 from llamatap.serve.options import ServerOptions
 from llamatap.serve.shutdown import Ending
+from llamatap.serve.threads import Threads
 from llamatap.serve.verifier import VerifierFiles
-from llamatap.serve.worker import ModelWorker
+from llamatap.serve.workers.model_worker import ModelWorker
 
 __all__ = ["Server", "server_of"]
 
-# The most characters per token, on average: longer texts cannot fit and are not tokenised.
+# The most characters per token, on average. Longer texts cannot fit and are not tokenised.
 _MOST_CHARACTERS = 16
 _FEWEST_CHARACTERS = 2**16
 
 
 class Server:
-    """The models of an app, and its options."""
+    """The models of an app, and the limits that its requests share."""
 
     def __init__(
         self,
@@ -52,21 +53,22 @@ class Server:
                 )
             self.presets[preset.name] = preset
         self.threads = Threads(options.max_queue)
-        # Not the same: states that are to be sent must not wait for texts, whose states wait for memory.
+        # Separate threads: encoding, which frees memory, must not wait for requests that wait for memory.
         self.encoders = Threads(2**31)
         self.budget = Budget(options.max_pending_bytes, options.max_queue)
 
     def summary(self) -> list[str]:
-        """Lines that describe the models and presets, for the log."""
+        """Lines for the log: the models and presets."""
         return [
             *(worker.summary() for worker in self.workers.values()),
             f"presets: {', '.join(self.presets)}",
         ]
 
     def worker(self, model: str | None) -> ModelWorker:
-        """The worker of the model with a name; None for the only one.
+        """The worker of a model.
 
-        :raises ApiError: there is none, or there are several.
+        :param model: name of the model; None for the only one.
+        :raises ApiError: there is no such model, or None and several models.
         """
         if model is None:
             if len(self.workers) > 1:
@@ -82,19 +84,19 @@ class Server:
                 f"no model {model!r} here; there are {', '.join(self.workers)}",
             ) from None
 
-    def tokens(self, model: Model, prompt: str | Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
-        """The token ids of a prompt, int32 ``(n,)``; long work.
+    def checked_prompt(self, model: Model, prompt: str | Sequence[int] | NDArray[np.int32]) -> CheckedPrompt:
+        """A prompt as token ids, uncut. Long work: run it off the event loop.
 
-        :raises InvalidInputError: it is empty, or longer than any that the server takes.
+        :raises InvalidInputError: it is empty, or longer than any prompt that the server accepts.
         """
         if isinstance(prompt, str):
             self.check_text(prompt)
-        return prompt_tokens(model, prompt, None)
+        return checked_prompt(model, prompt, None)
 
     def check_text(self, prompt: str) -> None:
-        """Refuse a text that is too long to be tokenised.
+        """Check that a text is short enough to be tokenised.
 
-        :raises InvalidInputError: it is longer than any prompt that the server takes.
+        :raises InvalidInputError: it is longer than any prompt that the server accepts.
         """
         most = max(_MOST_CHARACTERS * self.options.max_length, _FEWEST_CHARACTERS)
         if len(prompt) > most:
@@ -104,9 +106,9 @@ class Server:
             )
 
     def preset(self, name: str) -> Preset:
-        """The preset of a name: one that the server knows, for a request must not name files.
+        """A preset by name. Only presets that the server knows: a request must not name files.
 
-        :raises InvalidInputError: there is none.
+        :raises InvalidInputError: there is no such preset.
         """
         try:
             return self.presets[name]
@@ -115,7 +117,7 @@ class Server:
 
 
 def server_of(request: Request) -> Server:
-    """The server that a request came to."""
+    """The server that received a request."""
     server = request.app.state.server
     assert isinstance(server, Server)
     return server

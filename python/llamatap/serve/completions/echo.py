@@ -1,4 +1,4 @@
-"""The text of a prompt for ``echo``, and the offsets of its tokens."""
+"""``echo``: the text of a prompt, and the offsets of its tokens in it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ __all__ = ["offsets_in", "text_of"]
 
 
 def text_of(model: Model, given: str | Sequence[int]) -> str:
-    """The text of a prompt: as it was given, or the text of its token ids, special ones included."""
+    """The text of a prompt: as given, or the text of its token ids, special tokens included."""
     if isinstance(given, str):
         return given
     return b"".join(map(model.token_bytes, given)).decode(errors="replace")
 
 
 def offsets_in(model: Model, given: str | Sequence[int], tokens: Sequence[int]) -> list[int]:
-    """The character of :func:`text_of` at which each token begins; tokens within a character begin where it
-    does. A BOS that the tokenizer added is empty, and what it adds before a text (a blank) is not counted."""
+    """The offset of each token in :func:`text_of`, in characters.
+
+    A token within a character begins where the character does. A BOS that the tokenizer added is empty, and a
+    blank that it adds before the text does not count.
+    """
     pieces = [model.token_bytes(token) for token in tokens]
     skip, left = 0, sum(map(len, pieces))
     if isinstance(given, str):
@@ -28,7 +31,7 @@ def offsets_in(model: Model, given: str | Sequence[int], tokens: Sequence[int]) 
         added = len(tokens) > 0 and tokens[0] == model.bos_token and not text.startswith(pieces[0])
         begin = len(pieces[0]) if added else 0
         found = joined.find(text, begin)
-        # A tokenizer that changes texts gives places that are about right.
+        # Where the tokenizer changes texts, the offsets are approximate.
         skip = begin if found < 0 else found
         left = len(text)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")

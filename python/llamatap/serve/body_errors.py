@@ -1,4 +1,4 @@
-"""Error messages of request bodies, with fields as a client writes them."""
+"""Error messages for wrong request bodies, with fields named as a client writes them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from fastapi.exceptions import RequestValidationError
 
 __all__ = ["unreadable_body", "validation_message"]
 
-# Better messages for some of pydantic's kinds of problems.
+# Better messages for some of pydantic's error types.
 _SAID = {"finite_number": "must be a finite number", "model_attributes_type": "must be an object"}
 
 
 def _path(location: Sequence[str | int], body: Any, missing: bool) -> str:
-    """The path of a place in a body: ``messages[0].content[1].image_url``. pydantic's has the branches of
-    unions between the fields; the body tells them apart.
+    """The path of a place in a body: ``messages[0].content[1].image_url``.
+
+    pydantic's location has branches of unions among the fields; the body tells which part is which.
 
     :param missing: whether the last part is a field that is not there.
     """
@@ -32,7 +33,7 @@ def _path(location: Sequence[str | int], body: Any, missing: bool) -> str:
 
 
 def validation_message(error: RequestValidationError) -> str:
-    """The error message of a body: its first mistakes, by field."""
+    """The error message for a wrong body: its first mistakes, by field."""
     found: list[tuple[str, str]] = []
     problems: list[dict[str, Any]] = list(error.errors())
     for problem in problems[:5]:
@@ -48,7 +49,7 @@ def validation_message(error: RequestValidationError) -> str:
             found.append((where, f"{where} {said}; leave it out"))
         else:
             found.append((where, f"{where}: {said}"))
-    # In a field of several types the mistake is in the type that fits best.
+    # In a field of several types, report the mistake in the type that fits best.
     deepest = [
         said
         for where, said in found
@@ -58,15 +59,15 @@ def validation_message(error: RequestValidationError) -> str:
 
 
 def unreadable_body(cause: BaseException | None) -> str:
-    """The error message of a body that Python's JSON parser cannot read.
+    """The error message for a body that Python's JSON parser cannot read.
 
-    :param cause: the exception of the parser.
+    :param cause: the parser's exception.
     """
     if isinstance(cause, UnicodeDecodeError):
         return f"the body is no JSON in UTF-8: {cause.reason} at byte {cause.start}"
     if isinstance(cause, RecursionError):
         return "the body is nested too deeply"
     if isinstance(cause, ValueError):
-        # The limit of digits is the only other one.
+        # The only other ValueError of the parser is the limit of digits.
         return f"an integer in the body has more than {sys.get_int_max_str_digits()} digits"
     return "the body cannot be read"

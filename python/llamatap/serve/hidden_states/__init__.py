@@ -1,0 +1,1 @@
+"""``POST /v1/hidden_states``: the states of prompts."""

@@ -1,0 +1,96 @@
+"""Bodies of ``POST /v1/hidden_states``: the request and its answers in JSON.
+
+The first form of the endpoint is from heylookitsanllm's specification, for image models whose text encoder is
+a language model: https://github.com/fblissjr/heylookitsanllm
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from llamatap.serve.fields import Body, Prompts, Texts
+from llamatap.serve.payload import Encoding
+from llamatap.serve.workers.tasks import Dtype, Pooling
+
+__all__ = ["HiddenStatesListResponse", "HiddenStatesRequest", "HiddenStatesResponse"]
+
+
+class HiddenStatesRequest(Body):
+    """Prompts, and the states wanted of them."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"input": "The capital of France is", "model": "NAME", "layer": -2}]}
+    )
+
+    model: str = Field(description="a name of GET /v1/models")
+    input: Prompts | None = Field(
+        None,
+        description="text with its chat template applied, token ids, or a list of either; special tokens in "
+        "a text are recognised",
+    )
+    prompt: str | Texts | None = Field(
+        None, description="in place of input, with preset: what a person would type"
+    )
+    preset: str | None = Field(
+        None, description="applies an image model's template to the prompt, and chooses its layer and rows"
+    )
+    layer: int | None = Field(
+        None,
+        description="as transformers counts the hidden_states of the model's architecture: k enters block k, "
+        "n (or -1) is the last, normed (of Mamba, Mamba 2 and RWKV-6, k leaves block k); default -2",
+    )
+    layers: Annotated[list[int], Field(fail_fast=True, max_length=4096)] | None = Field(
+        None, description="several: the result is [seq_len, n_layers, hidden_dim]"
+    )
+    max_length: int | None = Field(None, ge=1, description="longer prompts are cut on the right; default 512")
+    pooling: Pooling | None = Field(None, description="one vector over the tokens in place of one a token")
+    dtype: Dtype | None = Field(None, description="default float32")
+    encoding_format: Encoding = Field(
+        "float",
+        description="nested lists; base64 of the row-major bytes; or a safetensors file as the body",
+    )
+    return_attention_mask: bool = Field(False, description="ones, for all rows are of real tokens")
+    return_tokens: bool = Field(False, description="the ids and texts of the rows' tokens, too")
+    user: str | None = Field(None, description="changes nothing")
+
+
+class HiddenStates(BaseModel):
+    """The states of one prompt."""
+
+    hidden_states: list[Any] | str
+    shape: list[int]
+    truncated: bool = Field(description="whether the prompt was cut to max_length")
+    attention_mask: list[int] | None = None
+    token_ids: list[int] | None = None
+    tokens: list[str] | None = None
+
+
+class IndexedHiddenStates(HiddenStates):
+    """The states of one prompt of several."""
+
+    index: int
+
+
+class SharedFields(BaseModel):
+    """Fields that describe the states of all prompts."""
+
+    model: str
+    layer: int | None = None
+    layers: list[int | None] | None = None
+    dtype: str
+    encoding_format: str | None = None
+    pooling: str | None = None
+    preset: str | None = None
+    provenance: dict[str, Any]
+
+
+class HiddenStatesResponse(HiddenStates, SharedFields):
+    """The states of a single prompt."""
+
+
+class HiddenStatesListResponse(SharedFields):
+    """The states of a list of prompts."""
+
+    data: list[IndexedHiddenStates]

@@ -1,0 +1,1 @@
+"""Model workers: one thread for each model, which batches the requests of all clients."""

@@ -1,0 +1,50 @@
+"""Contexts of a served model: tried at the start, made for texts."""
+
+from __future__ import annotations
+
+from llamatap._native import native_of
+from llamatap.context import Context, ContextOptions
+from llamatap.drafting.model_drafters import DraftOptions, named_drafter
+from llamatap.generation.session import Session
+from llamatap.model import Model
+from llamatap.serve.options import ModelOptions
+
+__all__ = ["new_session", "try_contexts"]
+
+
+def try_contexts(model: Model, options: ModelOptions, n_ctx: int) -> Session | None:
+    """Make the contexts once, so that options, a drafter or memory that cannot serve refuse the start.
+
+    :param n_ctx: tokens of all texts together.
+    :returns: with a drafter, the session; without one its context is freed again, for many servers only
+        extract states.
+    :raises Error: one of them cannot be made.
+    """
+    # A drafter file has no context of its own.
+    small: ContextOptions = {**options.context, "n_ctx": 256, "n_batch": 1, "n_ubatch": 1}
+    with Context(model, **small) as context:
+        generates = native_of(context).has_memory and native_of(context).causal
+    if options.drafter is not None:
+        return new_session(model, options, n_ctx)
+    if generates:
+        _text_context(model, options, n_ctx).close()
+    return None
+
+
+def new_session(model: Model, options: ModelOptions, n_ctx: int) -> Session:
+    """A session for the texts of a model, with its drafter.
+
+    :param n_ctx: tokens of all texts together.
+    """
+    context = _text_context(model, options, n_ctx)
+    drafter = None
+    if options.drafter is not None:
+        draft_options: DraftOptions = {} if options.n_max is None else {"n_max": options.n_max}
+        drafter = named_drafter(context, options.drafter, n_gpu_layers=options.n_gpu_layers, **draft_options)
+    return Session(context, drafter)
+
+
+def _text_context(model: Model, options: ModelOptions, n_ctx: int) -> Context:
+    parallel = options.parallel if native_of(model).batches_sequences else 1
+    sizes: ContextOptions = {**options.context, "n_ctx": n_ctx, "n_seq_max": parallel}
+    return Context(model, **sizes)
