@@ -1,4 +1,4 @@
-"""The native core's structure: data flows engine -> capture -> draft -> bind, read from the #include lines."""
+"""Structure of the native core: data flows engine -> capture -> draft -> bind, by its #include lines."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve()
-while not (ROOT / "csrc").is_dir():
-    ROOT = ROOT.parent
-CSRC = ROOT / "csrc"
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.extend(str(folder / "tools") for folder in Path(__file__).parents)
 
 from mutations import MUTATIONS, Mutation
 
+ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "csrc").is_dir())
+CSRC = ROOT / "csrc"
 #: Each folder may include those before it and itself.
 ORDER = ["engine", "capture", "draft", "bind"]
 #: The same within the engine; the small files beside these folders belong to none.
@@ -73,7 +71,9 @@ def test_engine_private_is_included_in_the_engine_alone() -> None:
 
 
 def test_pybind11_is_binds_alone() -> None:
-    assert {file.split("/")[0] for file, included in includes() if included.startswith("pybind11")} == {"bind"}
+    assert {file.split("/")[0] for file, included in includes() if included.startswith("pybind11")} == {
+        "bind"
+    }
 
 
 def test_every_source_is_built() -> None:
@@ -82,6 +82,8 @@ def test_every_source_is_built() -> None:
     assert sorted(listed) == sorted(path.relative_to(ROOT).as_posix() for path in sources)
 
 
-@pytest.mark.parametrize("mutation", [m for m in MUTATIONS if m.path.startswith("csrc/")], ids=lambda m: m.what)
+@pytest.mark.parametrize(
+    "mutation", [m for m in MUTATIONS if m.path.startswith("csrc/")], ids=lambda m: m.what
+)
 def test_a_mutation_applies_to_one_place(mutation: Mutation) -> None:
     assert (ROOT / mutation.path).read_text().count(mutation.old) == 1
