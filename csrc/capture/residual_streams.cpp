@@ -62,14 +62,12 @@ const ggml_tensor* behind(const ggml_tensor& node) {
     case GGML_OP_L2_NORM:
     case GGML_OP_RESHAPE:
     case GGML_OP_VIEW:
-    case GGML_OP_CONT:
-      return node.src[0];
+    case GGML_OP_CONT: return node.src[0];
     case GGML_OP_GET_ROWS:
       if (is_leaf(*node.src[0]) || node.src[1]->type != GGML_TYPE_I32 || !is_leaf(*node.src[1]))
         return nullptr;
       return node.src[0];
-    default:
-      return nullptr;
+    default: return nullptr;
   }
 }
 

@@ -77,7 +77,7 @@ def test_memory_does_not_mix_what_is_there_with_what_comes(
         assert relative(context.logits(), last_logits(tiny_model, [*tokens, 7])) < 1e-5
         # Positions may move into a gap that all sequences sharing them have.
         memory.remove(0, 4, 8)
-        with pytest.raises(lt.InvalidInputError, match="sequence 1 on positions of which others hold some"):
+        with pytest.raises(lt.InvalidInputError, match="sequence 1 on positions that others hold"):
             memory.shift(0, 8, None, -4)
         memory.remove(1, 4, 8)
         memory.shift(0, 8, None, -4)
