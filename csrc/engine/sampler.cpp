@@ -90,7 +90,7 @@ std::vector<llama_token_data> Sampler::candidates(const float* logits, int32_t n
     }
     if (std::isfinite(logit)) largest = std::max(largest, std::abs(logit));
   }
-  if (largest < 0) throw InvalidInput("all logits are -infinity, so no token can be sampled");
+  if (largest < 0) throw InvalidInput("the logits leave no token possible: all are -infinity");
   if (options_.temperature > 0 && !std::isfinite(largest / options_.temperature)) {
     throw InvalidInput("logits up to " + std::to_string(largest) +
                        " overflow when divided by the temperature; 0 takes the most likely token");
