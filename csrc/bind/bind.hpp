@@ -32,7 +32,7 @@ inline py::str to_str(const std::string& text) {
       PyUnicode_DecodeUTF8(text.data(), static_cast<py::ssize_t>(text.size()), "replace"));
 }
 
-/// Takes two ways out of a class: an object made without __init__ would be memory that nobody wrote, and
+/// Closes two loopholes of a bound class: an object made without __init__ would be uninitialised memory, and
 /// old pickle protocols call the base class of all bindings, which ends the process.
 template <typename Class>
 void seal(Class& bound) {

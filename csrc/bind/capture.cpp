@@ -94,7 +94,8 @@ std::tuple<py::array, Ints> run_tapped(Context& context, const ConstMap& map,
                                        bool outputs_only, const Batch& batch, const std::string& way) {
   const TapPlan plan{slots, parse_way(way), parse_dtype(dtype_name), outputs_only};
   Tapped tapped;
-  // A copy of the batch: another thread may change it while the engine computes.
+  // Another thread may change the batch while the engine computes.
+  // NOLINTNEXTLINE(performance-unnecessary-copy-initialization)
   const Batch copy = batch;
   {
     const Poll poll = signal_poll();
@@ -104,6 +105,7 @@ std::tuple<py::array, Ints> run_tapped(Context& context, const ConstMap& map,
   const std::vector<py::ssize_t> shape{static_cast<py::ssize_t>(tapped.rows.size()),
                                        static_cast<py::ssize_t>(slots.size()), map->n_embd()};
   std::vector<int32_t> tokens;
+  tokens.reserve(tapped.rows.size());
   for (const int32_t row : tapped.rows) tokens.push_back(copy.has_embeddings() ? -1 : copy.tokens()[row]);
   return {view_of(tapped.block, shape, plan.dtype, false), to_array(tokens)};
 }

@@ -67,7 +67,8 @@ void register_context(py::module_& module) {
       .def(
           "decode",
           [](Context& context, const Batch& batch) {
-            // A copy of the batch: another thread may change it while the engine computes.
+            // Another thread may change the batch while the engine computes.
+            // NOLINTNEXTLINE(performance-unnecessary-copy-initialization)
             const Batch copy = batch;
             const Poll poll = signal_poll();
             const GilReleased released;

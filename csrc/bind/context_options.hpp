@@ -43,7 +43,7 @@ inline constexpr auto kContextOptions =
 /// `extra`: the names of the first arguments.
 template <typename... First, typename Class, typename Make, typename... Types, typename... Extra>
 void def_init(Class& bound, const std::tuple<Option<Types>...>& options, Make make, const Extra&... extra) {
-  const auto init = [options, make](First... first, Types... values) {
+  const auto init = [options, make](const First&... first, Types... values) {
     ContextOptions given;
     std::apply([&](const Option<Types>&... option) { ((given.*option.member = std::move(values)), ...); },
                options);

@@ -18,6 +18,7 @@ namespace {
 using Request = std::tuple<int32_t, int32_t, int32_t, int32_t, uint32_t>;
 
 void process(Drafter& drafter, const Batch& batch, const std::optional<Floats>& states) {
+  // NOLINTNEXTLINE(performance-unnecessary-copy-initialization)
   const Batch copy = batch;
   const int32_t width = drafter.n_features();
   const bool fits =

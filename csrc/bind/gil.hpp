@@ -18,6 +18,7 @@ namespace py = pybind11;
 class GilReleased {
  public:
   GilReleased() : state_(PyEval_SaveThread()) {}
+  // NOLINTNEXTLINE(bugprone-unsafe-to-allow-exceptions): Python may end the thread by unwinding it.
   ~GilReleased() noexcept(false) {
     const Activity::Return back;
     PyEval_RestoreThread(state_);

@@ -18,8 +18,8 @@ struct Integer {
   int64_t value = 0;
 };
 
-/// Integers where nothing else will do: what is none is an InvalidInputError that says what to give, not
-/// pybind11's TypeError.
+/// Token ids. Anything else raises InvalidInputError, which says what to give, in place of pybind11's
+/// TypeError.
 struct TokenIds {
   std::vector<Integer> ids;
 };

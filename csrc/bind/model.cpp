@@ -32,6 +32,30 @@ std::map<std::string, Value> to_python(const Metadata& metadata) {
 
 using Bound = py::class_<Model, std::shared_ptr<Model>>;
 
+void def_properties(Bound& bound) {
+  bound.def_property_readonly("metadata", [](const Model& model) { return to_python(model.metadata()); })
+      .def_property_readonly("arch", [](const Model& model) { return to_str(model.arch()); })
+      .def_property_readonly("description", [](const Model& model) { return to_str(model.description()); })
+      .def_property_readonly("file_type", &Model::file_type)
+      .def_property_readonly("n_layer", &Model::n_layer)
+      .def_property_readonly("n_embd", &Model::n_embd)
+      .def_property_readonly("n_embd_input", &Model::n_embd_input)
+      .def_property_readonly("n_ctx_train", &Model::n_ctx_train)
+      .def_property_readonly("n_params", &Model::n_params)
+      .def_property_readonly("size_bytes", &Model::size_bytes)
+      .def_property_readonly("is_recurrent", &Model::is_recurrent)
+      .def_property_readonly("is_hybrid", &Model::is_hybrid)
+      .def_property_readonly("n_swa", &Model::n_swa, "Width of its sliding window; 0 without one.")
+      .def_property_readonly("batches_sequences", &Model::batches_sequences)
+      .def_property_readonly("device_names", &Model::device_names)
+      .def_property_readonly("n_vocab", [](const Model& model) { return model.vocab().size(); })
+      .def_property_readonly("adds_bos", [](const Model& model) { return model.vocab().adds_bos(); })
+      .def_property_readonly("adds_eos", [](const Model& model) { return model.vocab().adds_eos(); })
+      .def_property_readonly("bos", [](const Model& model) { return model.vocab().bos(); })
+      .def_property_readonly("eos", [](const Model& model) { return model.vocab().eos(); })
+      .def_property_readonly("eot", [](const Model& model) { return model.vocab().eot(); });
+}
+
 void def_tokenizer(Bound& bound) {
   bound
       .def(
@@ -119,27 +143,6 @@ void register_model(py::module_& module) {
           py::arg("path"), py::kw_only(), py::arg("n_gpu_layers"), py::arg("use_mmap"), py::arg("load_mtp"),
           py::arg("vocab_only"), py::arg("weights"), py::arg("memory_available"), py::arg("progress"),
           "Load a GGUF file. `progress(fraction)` is called about every 50 ms.")
-      .def_property_readonly("metadata", [](const Model& model) { return to_python(model.metadata()); })
-      .def_property_readonly("arch", [](const Model& model) { return to_str(model.arch()); })
-      .def_property_readonly("description", [](const Model& model) { return to_str(model.description()); })
-      .def_property_readonly("file_type", &Model::file_type)
-      .def_property_readonly("n_layer", &Model::n_layer)
-      .def_property_readonly("n_embd", &Model::n_embd)
-      .def_property_readonly("n_embd_input", &Model::n_embd_input)
-      .def_property_readonly("n_ctx_train", &Model::n_ctx_train)
-      .def_property_readonly("n_params", &Model::n_params)
-      .def_property_readonly("size_bytes", &Model::size_bytes)
-      .def_property_readonly("is_recurrent", &Model::is_recurrent)
-      .def_property_readonly("is_hybrid", &Model::is_hybrid)
-      .def_property_readonly("n_swa", &Model::n_swa, "Width of its sliding window; 0 without one.")
-      .def_property_readonly("batches_sequences", &Model::batches_sequences)
-      .def_property_readonly("device_names", &Model::device_names)
-      .def_property_readonly("n_vocab", [](const Model& model) { return model.vocab().size(); })
-      .def_property_readonly("adds_bos", [](const Model& model) { return model.vocab().adds_bos(); })
-      .def_property_readonly("adds_eos", [](const Model& model) { return model.vocab().adds_eos(); })
-      .def_property_readonly("bos", [](const Model& model) { return model.vocab().bos(); })
-      .def_property_readonly("eos", [](const Model& model) { return model.vocab().eos(); })
-      .def_property_readonly("eot", [](const Model& model) { return model.vocab().eot(); })
       .def(
           "chat_template",
           [](const Model& model, const std::optional<std::string>& name) -> std::optional<py::str> {
@@ -163,6 +166,7 @@ void register_model(py::module_& module) {
             return py::array_t<float>({rows, width}, values.data());
           },
           py::arg("tokens").noconvert());
+  def_properties(bound);
   def_tokenizer(bound);
 }
 

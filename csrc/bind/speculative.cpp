@@ -14,14 +14,10 @@ namespace {
 
 const char* name_of(DraftKind kind) {
   switch (kind) {
-    case DraftKind::model:
-      return "model";
-    case DraftKind::eagle3:
-      return "eagle3";
-    case DraftKind::mtp:
-      return "mtp";
-    case DraftKind::dflash:
-      return "dflash";
+    case DraftKind::model: return "model";
+    case DraftKind::eagle3: return "eagle3";
+    case DraftKind::mtp: return "mtp";
+    case DraftKind::dflash: return "dflash";
   }
   return "";
 }
@@ -149,7 +145,7 @@ void register_speculative(py::module_& module) {
       bound, kDraftContextOptions,
       [](const std::shared_ptr<Context>& target, const std::shared_ptr<Model>& draft, bool plain,
          const ContextOptions& options) {
-        const DraftKind kind = plain ? DraftKind::model : SpeculativeContext::kind_of(*draft);
+        const DraftKind kind = plain ? DraftKind::model : kind_of(*draft);
         return freed_without_gil(std::make_shared<SpeculativeContext>(target, draft, kind, options));
       },
       py::arg("target"), py::arg("draft"), py::kw_only(), py::arg("plain"));

@@ -19,8 +19,8 @@ struct ExtractJob {
 };
 
 /// Computes the prompts together, each as a sequence of its own, no further than the last wanted layer,
-/// and writes the wanted rows. The context must be empty and is empty afterwards, whatever happens. False
-/// when NaN or infinity came by: then the other prompts may have it from one of them.
+/// and writes the wanted rows. The context must be empty and is empty afterwards, whatever happens. Returns
+/// whether all values are finite; if not, NaN may have spread from one prompt to the others.
 bool extract(Context& context, const std::shared_ptr<const LayerMap>& map, const std::vector<int32_t>& slots,
              DType dtype, const std::vector<ExtractJob>& jobs, const Poll& poll);
 

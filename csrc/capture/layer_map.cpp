@@ -36,7 +36,8 @@ std::shared_ptr<const LayerMap> LayerMap::resolve(const std::shared_ptr<Model>& 
                         (nearest == nullptr ? std::string() : " (" + node_name(*nearest) + ")"));
     }
     if (stream->ne[1] != kOutputs && stream->ne[1] != kTokens) {
-      throw Unsupported(what + " has not one row a token in the engine's graph (" + node_name(*stream) + ")");
+      throw Unsupported(what + " does not have one row per token in the engine's graph (" +
+                        node_name(*stream) + ")");
     }
     const bool cropped = stream->ne[1] == kOutputs;
     // Encoders are not for drafting: the engine does not fill their hooks.

@@ -22,9 +22,7 @@ void Pool::take(const float* values, size_t offset, size_t count) {
       }
       break;
     case Pooling::last:
-    case Pooling::none:
-      std::copy(values, values + count, pooled);
-      break;
+    case Pooling::none: std::copy(values, values + count, pooled); break;
   }
 }
 

@@ -109,7 +109,7 @@ void Recorder::copy(int32_t slot, const ggml_tensor& node) {
   const auto what = [&] { return "layer slot " + std::to_string(slot) + " (" + node.name + ")"; };
   if (static_cast<size_t>(node.ne[0]) != width || node.type != GGML_TYPE_F32 || node.nb[0] != sizeof(float) ||
       node.ne[2] != 1 || node.ne[3] != 1) {
-    throw EngineFailed(what() + " is no float32 matrix of width " + std::to_string(width) +
+    throw EngineFailed(what() + " is not a float32 matrix of width " + std::to_string(width) +
                        "; please report this");
   }
   if (next_[slot] + count > rows.size()) {
@@ -127,7 +127,7 @@ void Recorder::copy(int32_t slot, const ggml_tensor& node) {
     }
     data = reinterpret_cast<const char*>(staging_.data());
   }
-  // What an earlier block made of a row is still in it here.
+  // The last slot is enough: NaN and infinity of earlier blocks are still in the row.
   for (size_t i = 0; slot == last_slot_ && i < count; ++i) {
     all_finite_ = all_finite_ && is_finite(reinterpret_cast<const float*>(data + i * stride), width);
   }
@@ -163,7 +163,7 @@ void Recorder::end() {
     const auto expected = map_->sources()[slot].cropped ? piece_->output_rows.size() : piece_->rows.size();
     if (slot == 0 && next_[slot] == 0) {
       throw Unsupported(
-          "layer 0 is not in the graph of this batch; of embeddings it cannot be had on this model");
+          "layer 0 is not in the graph of this batch: with embeddings as input this model does not have it");
     }
     if (next_[slot] != expected) {
       throw EngineFailed("layer slot " + std::to_string(slot) + " gave " + std::to_string(next_[slot]) +

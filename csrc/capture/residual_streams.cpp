@@ -45,9 +45,9 @@ int32_t block_of_node(std::string_view name) {
   return dash == std::string_view::npos ? -1 : number(name.substr(dash + 1));
 }
 
-/// The float32 source of `node` other than its weight (source `weight`); null for a look-up in the weight.
+/// The float32 source of `node` other than its weight (source `weight`); null for a look-up in the weight,
+/// whose other source is ids.
 const ggml_tensor* data_source(const ggml_tensor& node, int weight) {
-  if (node.op == GGML_OP_GET_ROWS && weight == 0) return nullptr;
   for (int i = 0; i < GGML_MAX_SRC; ++i) {
     if (i != weight && node.src[i] != nullptr && node.src[i]->type == GGML_TYPE_F32) return node.src[i];
   }
@@ -62,14 +62,12 @@ const ggml_tensor* behind(const ggml_tensor& node) {
     case GGML_OP_L2_NORM:
     case GGML_OP_RESHAPE:
     case GGML_OP_VIEW:
-    case GGML_OP_CONT:
-      return node.src[0];
+    case GGML_OP_CONT: return node.src[0];
     case GGML_OP_GET_ROWS:
       if (is_leaf(*node.src[0]) || node.src[1]->type != GGML_TYPE_I32 || !is_leaf(*node.src[1]))
         return nullptr;
       return node.src[0];
-    default:
-      return nullptr;
+    default: return nullptr;
   }
 }
 

@@ -10,7 +10,7 @@
 
 namespace llamatap {
 
-/// By which way states leave the graph: the engine's hooks where all slots have one and the model is on a
+/// The way by which states leave the graph: the engine's hooks where all slots have one and the model is on a
 /// GPU, where stopping between nodes costs; the graph's callback elsewhere. Both give the same bits.
 enum class TapWay { automatic, callback, hooks };
 
@@ -27,7 +27,7 @@ struct Tapped {
   std::vector<int32_t> rows;     // the entries of the batch that have a row, in batch order
 };
 
-/// Decodes the batch as ever, logits included, and captures what the plan wants on the way.
+/// Decodes the batch, logits included, and captures the states that the plan names.
 Tapped decode_tapped(Context& context, const std::shared_ptr<const LayerMap>& map, const TapPlan& plan,
                      const Batch& batch, const Poll& poll);
 

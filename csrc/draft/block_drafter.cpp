@@ -67,14 +67,14 @@ void BlockDrafter::reset(int32_t seq) {
   spec_->context()->memory_remove(seq, -1, -1);
 }
 
-/// It is drafted for no more, until it is reset.
+/// Drafts no more for a sequence until it is reset.
 void BlockDrafter::lose(int32_t seq) {
   sequences_[seq] = Sequence();
   sequences_[seq].lost = true;
   spec_->context()->memory_remove(seq, -1, -1);
 }
 
-/// Injects; a sequence for which the memory has no room is lost. Returns whether there was.
+/// Injects, or gives the sequence up when the memory has no room. Returns whether there was room.
 bool BlockDrafter::try_inject(int32_t seq, const Poll& poll) {
   try {
     inject({seq}, poll);
@@ -84,7 +84,7 @@ bool BlockDrafter::try_inject(int32_t seq, const Poll& poll) {
   return !sequences_[seq].lost;
 }
 
-/// Brings the features that wait into the memory, in the place of any block.
+/// Moves the pending features into the memory, replacing the last block.
 void BlockDrafter::inject(const std::vector<int32_t>& seqs, const Poll& poll) {
   auto& context = *spec_->context();
   const auto width = static_cast<size_t>(spec_->n_features());
@@ -136,6 +136,18 @@ void BlockDrafter::read_block(const DraftRequest& request, int32_t first_row, in
   }
 }
 
+/// Injects. Where the memory is full, blocks of other sequences go first, then sequences that find no room.
+void BlockDrafter::make_room(const std::vector<int32_t>& seqs, const Poll& poll) {
+  try {
+    inject(seqs, poll);
+  } catch (const ContextFull&) {
+    for (int32_t seq = 0; seq < static_cast<int32_t>(sequences_.size()); ++seq) {
+      spec_->context()->memory_remove(seq, sequences_[seq].injected, -1);
+    }
+    for (const int32_t seq : seqs) try_inject(seq, poll);
+  }
+}
+
 std::vector<Draft> BlockDrafter::draft(const std::vector<DraftRequest>& requests, const Poll& poll) {
   const auto held = lock();
   const auto use = spec_->hold();
@@ -165,17 +177,9 @@ std::vector<Draft> BlockDrafter::draft(const std::vector<DraftRequest>& requests
   const int32_t length = longest + block.first_slot;
   const bool unified = context.options().kv_unified;
   const auto together = unified ? std::max<size_t>(1, context.n_ubatch() / static_cast<uint32_t>(length)) : 1;
-  try {
-    inject(seqs, poll);
-  } catch (const ContextFull&) {
-    // Blocks that no one waits for go first, then sequences that still find no room.
-    for (int32_t seq = 0; seq < static_cast<int32_t>(sequences_.size()); ++seq) {
-      context.memory_remove(seq, sequences_[seq].injected, -1);
-    }
-    for (const int32_t seq : seqs) try_inject(seq, poll);
-    const auto is_lost = [&](size_t i) { return sequences_[requests[i].seq].lost; };
-    asked.erase(std::remove_if(asked.begin(), asked.end(), is_lost), asked.end());
-  }
+  make_room(seqs, poll);
+  const auto is_lost = [&](size_t i) { return sequences_[requests[i].seq].lost; };
+  asked.erase(std::remove_if(asked.begin(), asked.end(), is_lost), asked.end());
   try {
     for (size_t begin = 0; begin < asked.size(); begin += together) {
       const size_t end = std::min(asked.size(), begin + together);

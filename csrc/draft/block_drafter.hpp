@@ -28,11 +28,12 @@ class BlockDrafter : public Drafter {
     Progress progress;
     int32_t injected = 0;         // positions whose features are in the memory
     std::vector<float> features;  // of those after them, [next - injected, n_features]
-    bool lost = false;            // there was no room for it, or the target gave no numbers
+    bool lost = false;            // there was no room for it, or the target's states were not finite
   };
 
   void inject(const std::vector<int32_t>& seqs, const Poll& poll);
   void lose(int32_t seq);
+  void make_room(const std::vector<int32_t>& seqs, const Poll& poll);
   bool try_inject(int32_t seq, const Poll& poll);
   void read_block(const DraftRequest& request, int32_t first_row, int32_t limit, Draft& draft) const;
 

@@ -10,7 +10,7 @@ namespace llamatap {
 
 /// The token that a drafter takes from logits, with its probability.
 struct Choice {
-  int32_t token;  // -1: none, of logits that are not numbers
+  int32_t token;  // -1: none, the logits hold NaN
   float prob;
   float best;                       // the probability of the most likely token
   std::vector<float> distribution;  // that it was drawn from; empty when it is the most likely one
@@ -24,8 +24,8 @@ Choice choose(const float* logits, int32_t n_vocab, int32_t n_target, const Draf
 /// Appends a choice to a draft.
 void append(Draft& draft, const Choice& choice);
 
-/// Gives up drafts that are too short. Not drawn ones: which are short depends on what was drawn, and what is
-/// left would no longer be drawn from the distributions that it comes with.
+/// Drops drafts that are too short. Sampled drafts stay: their length depends on the samples, so the rest
+/// would no longer follow the distributions that it comes with.
 void drop_short(std::vector<Draft>& drafts, const DraftSettings& settings);
 
 }  // namespace llamatap

@@ -23,7 +23,7 @@ struct Draft {
 
 struct DraftSettings {
   int32_t n_max = 4;      // tokens of a draft at most
-  int32_t n_min = 0;      // shorter ones are given up
+  int32_t n_min = 0;      // shorter ones are dropped
   float p_min = 0;        // a draft ends where no token is as likely
   float temperature = 0;  // 0: the most likely token; else drawn from softmax(logits / temperature)
   uint32_t seed = 0;      // of the draws

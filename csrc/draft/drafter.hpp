@@ -23,8 +23,8 @@ class Drafter {
   /// `states`: [entries, n_features] of the target, where the drafter needs them; else null.
   virtual void process(const Batch& batch, const float* states, const Poll& poll) = 0;
 
-  /// In the order of the requests; of one sequence there is one at most. Throws InvalidInput when a position
-  /// does not follow what was processed.
+  /// The drafts, in the order of the requests; at most one request a sequence. Throws InvalidInput when a
+  /// position does not follow what was processed.
   virtual std::vector<Draft> draft(const std::vector<DraftRequest>& requests, const Poll& poll) = 0;
 
   /// Keeps the sequence's first entry in the last processed batch and `n` drafted tokens after it; discards

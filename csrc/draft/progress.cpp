@@ -24,7 +24,7 @@ void Progress::accept(int32_t seq, int32_t n) {
   if (n < 0 || n >= n_entries) {
     throw InvalidInput("sequence " + std::to_string(seq) + " had " + std::to_string(n_entries) +
                        " entries in the last batch; the first and " + std::to_string(n) +
-                       " more cannot stand");
+                       " more cannot be accepted");
   }
   next = batch_start + n + 1;
 }

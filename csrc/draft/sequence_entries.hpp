@@ -16,8 +16,7 @@ std::map<int32_t, std::vector<int32_t>> entries_by_sequence(const Batch& batch);
 /// Throws InvalidInput unless the positions of these entries, in their order, have no gap.
 void check_contiguous(const Batch& batch, const std::vector<int32_t>& rows);
 
-/// Whether n values are numbers: in a memory, others would come to sequences that have nothing to do with
-/// them.
+/// Whether n values are finite. NaN in a shared memory would reach unrelated sequences.
 bool all_finite(const float* values, size_t n);
 
 }  // namespace llamatap

@@ -11,7 +11,7 @@ namespace llamatap {
 
 namespace {
 
-// Above this, pairs are decoded on their own: some blocks compute logits for all that is beside an output.
+// Above this, pairs are decoded on their own: some blocks compute logits for all entries beside an output.
 constexpr size_t kMostMixed = 64;
 
 }  // namespace
@@ -30,17 +30,11 @@ struct TokenDrafter::Live {
 TokenDrafter::TokenDrafter(std::shared_ptr<SpeculativeContext> spec, const DraftSettings& settings)
     : spec_(std::move(spec)),
       settings_(settings),
-      offset_(spec_->kind() == DraftKind::eagle3 ? 0 : 1),
-      sequences_(spec_->context()->options().n_seq_max) {
+      sequences_(spec_->context()->options().n_seq_max,
+                 Sequence(PendingPairs(spec_->kind() == DraftKind::eagle3 ? 0 : 1,
+                                       static_cast<size_t>(spec_->n_state())))) {
   if (settings_.n_max < 1) throw InvalidInput("n_max must be at least 1");
   if (spec_->n_heads() > 1) settings_.n_max = std::min(settings_.n_max, spec_->n_heads());
-}
-
-/// The first position at which entries may be processed again: those before have been decoded.
-int32_t TokenDrafter::earliest(const Sequence& sequence) const {
-  if (sequence.rows.empty()) return 0;
-  const int32_t first = sequence.rows.front().position;
-  return offset_ == 0 && first == 0 ? 0 : first + 1;
 }
 
 /// The tokens that can be drafted with a pair at `position`.
@@ -49,21 +43,6 @@ int32_t TokenDrafter::room_after(int32_t position) const {
   const int32_t limit = context.model()->position_limit();
   if (spec_->shares_memory()) return limit - position;
   return std::min(limit, static_cast<int32_t>(context.n_ctx_seq())) - position;
-}
-
-void TokenDrafter::take(Sequence& sequence, Row row) {
-  auto& rows = sequence.rows;
-  if (rows.empty() && offset_ == 1) {
-    // Before the first token there is a state of zeros.
-    const std::vector<float> zeros(static_cast<size_t>(spec_->n_state()), 0.0F);
-    rows.push_back(Row{-1, -1, zeros, true});
-  } else if (!rows.empty()) {
-    rows.resize(static_cast<size_t>(row.position - rows.front().position));
-    // The draft has decoded this pair.
-    if (rows.size() == 1 && row.token == sequence.paired) rows.clear();
-    sequence.paired = -1;
-  }
-  rows.push_back(std::move(row));
 }
 
 void TokenDrafter::process(const Batch& batch, const float* states, const Poll& poll) {
@@ -75,7 +54,7 @@ void TokenDrafter::process(const Batch& batch, const float* states, const Poll& 
     check_contiguous(batch, rows);
     const auto& sequence = sequences_[seq];
     if (sequence.lost) continue;
-    sequence.progress.check_start(seq, batch.positions()[rows.front()], earliest(sequence));
+    sequence.progress.check_start(seq, batch.positions()[rows.front()], sequence.pairs.earliest());
   }
   for (const int32_t token : batch.tokens()) spec_->target()->model()->vocab().check(token);
   const int32_t n_vocab = spec_->n_vocab();
@@ -89,18 +68,18 @@ void TokenDrafter::process(const Batch& batch, const float* states, const Poll& 
     };
     if (std::any_of(rows.begin(), rows.end(), unusable)) lose(seq);
     const int32_t first = batch.positions()[rows.front()];
-    if (first == sequence.progress.next && sequence.rows.size() > size_t{kMostWaiting}) {
+    if (first == sequence.progress.next && sequence.pairs.n_complete() >= size_t{kMostWaiting}) {
       try_flush({seq}, poll);
     }
     if (sequence.lost) continue;
     sequence.progress.begin_batch(first, static_cast<int32_t>(rows.size()));
     for (const int32_t row : rows) {
-      Row taken{batch.positions()[row], batch.tokens()[row], {}, spec_->kind() != DraftKind::eagle3};
+      TargetEntry taken{batch.positions()[row], batch.tokens()[row], {}, spec_->kind() != DraftKind::eagle3};
       if (width > 0) {
         const float* values = states + static_cast<size_t>(row) * width;
         taken.state.assign(values, values + width);
       }
-      take(sequence, std::move(taken));
+      sequence.pairs.take(std::move(taken));
     }
   }
 }
@@ -111,21 +90,21 @@ void TokenDrafter::accept(int32_t seq, int32_t n) {
   auto& sequence = sequences_[seq];
   if (sequence.lost) return;
   sequence.progress.accept(seq, n);
-  sequence.rows.resize(static_cast<size_t>(sequence.progress.next - sequence.rows.front().position));
+  sequence.pairs.truncate(sequence.progress.next);
 }
 
 void TokenDrafter::reset(int32_t seq) {
   const auto held = lock();
   const auto use = spec_->hold();
   spec_->check_sequence(seq);
-  sequences_[seq] = Sequence();
+  sequences_[seq].restart();
   if (!spec_->shares_memory()) spec_->context()->memory_remove(seq, -1, -1);
 }
 
 void TokenDrafter::encode(const std::vector<int32_t>& seqs, const Poll& poll) {
-  std::vector<Row*> rows;
+  std::vector<TargetEntry*> rows;
   for (const int32_t seq : seqs) {
-    for (Row& row : sequences_[seq].rows) {
+    for (TargetEntry& row : sequences_[seq].pairs.entries()) {
       if (!row.encoded) rows.push_back(&row);
     }
   }
@@ -133,7 +112,7 @@ void TokenDrafter::encode(const std::vector<int32_t>& seqs, const Poll& poll) {
   const auto n_state = static_cast<size_t>(spec_->n_state());
   std::vector<float> features;
   features.reserve(rows.size() * static_cast<size_t>(spec_->n_features()));
-  for (const Row* row : rows) features.insert(features.end(), row->state.begin(), row->state.end());
+  for (const TargetEntry* row : rows) features.insert(features.end(), row->state.begin(), row->state.end());
   std::vector<float> states(rows.size() * n_state);
   spec_->encode(features.data(), static_cast<int32_t>(rows.size()), states.data(), poll);
   for (size_t i = 0; i < rows.size(); ++i) {
@@ -155,19 +134,12 @@ void TokenDrafter::add(Batch& batch, int32_t token, const float* state, int32_t 
   }
 }
 
-/// The complete pairs of a sequence, as entries that are no outputs.
-void TokenDrafter::add_pairs(Batch& batch, int32_t seq) const {
-  const auto& rows = sequences_[seq].rows;
-  for (size_t i = 0; i + 1 < rows.size(); ++i) {
-    add(batch, rows[i + 1].token, rows[i].state.data(), rows[i].position + offset_, seq, false);
+/// Adds the complete pairs of a sequence, as entries that are no outputs.
+void TokenDrafter::add_pairs(Batch& batch, int32_t seq) {
+  auto& pairs = sequences_[seq].pairs;
+  for (size_t i = 0; i < pairs.n_complete(); ++i) {
+    add(batch, pairs.entries()[i + 1].token, pairs.entries()[i].state.data(), pairs.position(i), seq, false);
   }
-}
-
-/// The complete pairs are in the memory: what is left is the last state.
-void TokenDrafter::forget(Sequence& sequence) {
-  auto& rows = sequence.rows;
-  rows.erase(rows.begin(), rows.end() - 1);
-  sequence.progress.batch_start = std::max(sequence.progress.batch_start, rows.front().position);
 }
 
 /// Decodes complete pairs without a draft. Sequences that go beyond what the memory can hold are lost.
@@ -175,10 +147,10 @@ void TokenDrafter::flush(const std::vector<int32_t>& seqs, const Poll& poll) {
   std::vector<int32_t> ready;
   for (const int32_t seq : seqs) {
     auto& sequence = sequences_[seq];
-    if (sequence.rows.size() < 2) continue;
+    if (sequence.pairs.n_complete() == 0) continue;
     if (spec_->shares_memory()) {
-      forget(sequence);
-    } else if (room_after(sequence.rows.end()[-2].position + offset_) < 1) {
+      sequence.drop_complete();
+    } else if (room_after(sequence.pairs.position(sequence.pairs.n_complete() - 1)) < 1) {
       lose(seq);
     } else {
       ready.push_back(seq);
@@ -197,23 +169,28 @@ void TokenDrafter::flush(const std::vector<int32_t>& seqs, const Poll& poll) {
     selection.select(head);
     spec_->store(batch, poll);
   }
-  for (const int32_t seq : ready) forget(sequences_[seq]);
+  for (const int32_t seq : ready) sequences_[seq].drop_complete();
+}
+
+void TokenDrafter::Sequence::drop_complete() {
+  pairs.drop_complete();
+  progress.batch_start = std::max(progress.batch_start, pairs.last().position);
 }
 
 void TokenDrafter::lose(int32_t seq) {
-  sequences_[seq] = Sequence();
+  sequences_[seq].restart();
   sequences_[seq].lost = true;
   if (!spec_->shares_memory()) spec_->context()->memory_remove(seq, -1, -1);
 }
 
-/// Takes what was drafted out of the memory. A sequence is lost where windows have lost what comes before it,
-/// or where somebody else has changed the memory. Returns whether it is there still.
+/// Removes drafted tokens from the memory. The sequence is lost where windows no longer hold what comes
+/// before, or where somebody else has changed the memory. Returns whether it is still there.
 bool TokenDrafter::take_back(int32_t seq) {
   if (spec_->shares_memory()) return true;
   auto& sequence = sequences_[seq];
   auto& context = *spec_->context();
-  const int32_t end = sequence.rows.empty() ? 0 : sequence.rows.front().position + offset_;
-  sequence.paired = -1;
+  const int32_t end = sequence.pairs.decoded_end();
+  sequence.pairs.set_drafted(-1);
   try {
     context.memory_remove(seq, end, -1);
     if (context.memory_last(seq) != end - 1) lose(seq);
@@ -279,7 +256,8 @@ void TokenDrafter::step(std::vector<Live>& live, const Poll& poll) {
 }
 
 /// The first decode of drafts: pairs that wait, and each sequence's last token with the state before it.
-/// Where the memory is full, what was drafted for others goes first, then the longest sequences are lost.
+/// Where the memory is full, drafts of other sequences are removed first, then the longest sequences are
+/// given up.
 void TokenDrafter::start(std::vector<Live>& live, const Poll& poll) {
   const auto leave_lost = [&] {
     const auto is_lost = [&](const Live& one) { return sequences_[one.request->seq].lost; };
@@ -291,7 +269,7 @@ void TokenDrafter::start(std::vector<Live>& live, const Poll& poll) {
     if (live.empty()) return;
     Batch batch = empty_batch();
     for (Live& one : live) {
-      const auto& last = sequences_[one.request->seq].rows.back();
+      const auto& last = sequences_[one.request->seq].pairs.last();
       add_pairs(batch, one.request->seq);
       add(batch, one.request->last_token, last.state.data(), one.position, one.request->seq, true);
       if (spec_->n_heads() > 1) one.states = last.state;
@@ -303,7 +281,7 @@ void TokenDrafter::start(std::vector<Live>& live, const Poll& poll) {
     } catch (const ContextFull&) {
       if (!full) {
         for (int32_t seq = 0; seq < static_cast<int32_t>(sequences_.size()); ++seq) {
-          if (!sequences_[seq].rows.empty()) take_back(seq);
+          if (!sequences_[seq].pairs.empty()) take_back(seq);
         }
       } else {
         const auto longest = std::max_element(
@@ -332,12 +310,12 @@ std::vector<Draft> TokenDrafter::draft(const std::vector<DraftRequest>& requests
     auto& sequence = sequences_[request.seq];
     if (sequence.lost) continue;
     check_position(request, sequence.progress);
-    const int32_t position = sequence.rows.back().position + offset_;
+    const int32_t position = sequence.pairs.next_position();
     const int32_t limit = std::min({settings_.n_max, request.n_max, room_after(position)});
     if (limit < 1 || limit < settings_.n_min) continue;
     live.push_back(Live{&request, &drafts[i], limit, position, -1, true, {}});
     seqs.push_back(request.seq);
-    n_pairs += sequence.rows.size() - 1;
+    n_pairs += sequence.pairs.n_complete();
   }
   if (live.empty()) return drafts;
   encode(seqs, poll);
@@ -346,9 +324,9 @@ std::vector<Draft> TokenDrafter::draft(const std::vector<DraftRequest>& requests
   start(live, poll);
   for (Live& one : live) {
     auto& sequence = sequences_[one.request->seq];
-    forget(sequence);
+    sequence.drop_complete();
     if (chained || shared) continue;
-    sequence.paired = one.request->last_token;
+    sequence.pairs.set_drafted(one.request->last_token);
     ++one.position;
   }
   try {

@@ -2,9 +2,11 @@
 
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "draft/drafter.hpp"
+#include "draft/pending_pairs.hpp"
 #include "draft/progress.hpp"
 #include "draft/speculative_context.hpp"
 
@@ -28,33 +30,26 @@ class TokenDrafter : public Drafter {
   void reset(int32_t seq) override;
 
  private:
-  struct Row {
-    int32_t position;
-    int32_t token;
-    std::vector<float> state;
-    bool encoded;
-  };
   struct Sequence {
+    explicit Sequence(PendingPairs none) : pairs(std::move(none)) {}
+    void drop_complete();
+    void restart() { *this = Sequence(pairs.fresh()); }
+
     Progress progress;
-    /// Entries of the target whose states were not used yet; the first one is the oldest.
-    std::vector<Row> rows;
-    int32_t paired = -1;  // the token that the first row's state is paired with in the memory, by a draft
-    /// Drafted for no more, until it is reset: there was no room for it, windows have lost what comes before
-    /// it, it holds a token that the draft does not know, or states that are no numbers.
+    PendingPairs pairs;
+    /// No more drafts until it is reset: the memory had no room for it, windows lost what comes before it, it
+    /// holds a token that the draft does not know, or states that are not finite.
     bool lost = false;
   };
   struct Live;
 
-  int32_t earliest(const Sequence& sequence) const;
   int32_t room_after(int32_t position) const;
-  void take(Sequence& sequence, Row row);
   void encode(const std::vector<int32_t>& seqs, const Poll& poll);
   void flush(const std::vector<int32_t>& seqs, const Poll& poll);
-  void forget(Sequence& sequence);
   void lose(int32_t seq);
   bool take_back(int32_t seq);
   void try_flush(const std::vector<int32_t>& seqs, const Poll& poll);
-  void add_pairs(Batch& batch, int32_t seq) const;
+  void add_pairs(Batch& batch, int32_t seq);
   void start(std::vector<Live>& live, const Poll& poll);
   Batch empty_batch() const;
   void add(Batch& batch, int32_t token, const float* state, int32_t position, int32_t seq, bool output) const;
@@ -63,7 +58,6 @@ class TokenDrafter : public Drafter {
 
   std::shared_ptr<SpeculativeContext> spec_;
   DraftSettings settings_;
-  int32_t offset_;
   std::vector<Sequence> sequences_;
 };
 

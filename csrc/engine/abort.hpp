@@ -16,8 +16,8 @@ struct EngineAborted : std::runtime_error {
 
 /// While it lives, an assertion of the engine that fails on this thread throws EngineAborted instead of
 /// ending the process. Only for what the engine does on this thread alone: reading files, building graphs,
-/// cutting text into tokens. Its C sources are compiled with -fexceptions. What was being made must be
-/// given up afterwards. Guards nest.
+/// cutting text into tokens. Its C sources are compiled with -fexceptions. Whatever was under construction
+/// must be discarded afterwards. Guards nest.
 class AbortGuard {
  public:
   AbortGuard();
@@ -25,14 +25,15 @@ class AbortGuard {
   AbortGuard(const AbortGuard&) = delete;
   AbortGuard& operator=(const AbortGuard&) = delete;
 
-  /// From here on the engine's other threads take part in the work of this one, and wait for it.
+  /// Ends the effect of the guards: from here on other threads of the engine work on the same graph and wait
+  /// for this one.
   static void suspend() noexcept;
 
  private:
   bool outer_;
 };
 
-/// Makes failed assertions end the process with their words on stderr, where no guard is.
+/// Without a guard, a failed assertion prints its message to stderr and ends the process.
 void install_abort_handler();
 
 /// Runs `work` under a guard. Exceptions of the engine become EngineFailed, with `what` in front.

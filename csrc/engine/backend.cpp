@@ -109,17 +109,10 @@ std::vector<DeviceInfo> devices() {
     ggml_backend_dev_memory(device, &free, &total);
     const char* kind = "accel";
     switch (ggml_backend_dev_type(device)) {
-      case GGML_BACKEND_DEVICE_TYPE_CPU:
-        kind = "cpu";
-        break;
-      case GGML_BACKEND_DEVICE_TYPE_GPU:
-        kind = "gpu";
-        break;
-      case GGML_BACKEND_DEVICE_TYPE_IGPU:
-        kind = "igpu";
-        break;
-      default:
-        break;
+      case GGML_BACKEND_DEVICE_TYPE_CPU: kind = "cpu"; break;
+      case GGML_BACKEND_DEVICE_TYPE_GPU: kind = "gpu"; break;
+      case GGML_BACKEND_DEVICE_TYPE_IGPU: kind = "igpu"; break;
+      default: break;
     }
     result.push_back({ggml_backend_dev_name(device), ggml_backend_dev_description(device), kind, total});
   }

@@ -171,7 +171,7 @@ class States:
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidInputError(f"details must be what JSON has: {error}") from error
         states = copy.copy(self)
-        states._details = {**self._details, **details}  # noqa: SLF001  same class
+        states._details = {**self._details, **details}
         if (known := self.__dict__.get("provenance")) is not None:
             states.__dict__["provenance"] = {**known, **details}
         return states
@@ -325,7 +325,7 @@ class States:
 
 def captured_rows(states: States) -> str | None:
     """The tokens whose rows were captured: the ``rows`` of the provenance; None where it has none."""
-    return states._details.get("rows")  # noqa: SLF001  same module
+    return states._details.get("rows")
 
 
 def join_states(parts: Sequence[States], dtype: np.dtype[Any] | None = None) -> States:
@@ -337,7 +337,7 @@ def join_states(parts: Sequence[States], dtype: np.dtype[Any] | None = None) -> 
     tokens = np.concatenate([one.tokens for one in parts])
     array.flags.writeable = tokens.flags.writeable = False
     last = parts[-1]
-    n_layer, source = last._n_layer, last._source  # noqa: SLF001  same module
+    n_layer, source = last._n_layer, last._source
     return States(array, tokens, last.layers, n_layer=n_layer, source=source)
 
 

@@ -59,9 +59,11 @@ TEST_CASE("a call has n_outputs_max outputs at most") {
 TEST_CASE("with sliding windows a call is one ubatch") {
   auto windows = rules();
   windows.n_swa = 8;
-  const auto pieces = plan_batch(batch_of({{0}, {1}, {2}, {3}, {4}}), windows, {});
-  REQUIRE(pieces.size() == 2);
-  CHECK(pieces[0].rows.size() == 4);
+  for (const bool output : {false, true}) {
+    const auto pieces = plan_batch(batch_of({{0}, {1}, {2}, {3}, {4, 0, output}}), windows, {});
+    REQUIRE(pieces.size() == 2);
+    CHECK(pieces[0].rows.size() == 4);
+  }
 }
 
 TEST_CASE("entries before the first output of their sequences go first when their last block is wanted") {

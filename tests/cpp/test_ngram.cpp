@@ -72,6 +72,7 @@ TEST_CASE("a sequence must be followed without a gap") {
   NGramDrafter drafter(2, 1, 4, 0);
   drafter.process(text_of({1, 2}), nullptr, nullptr);
   CHECK_THROWS_AS(drafter.process(text_of({3}, 3), nullptr, nullptr), InvalidInput);
+  CHECK_THROWS_AS(drafter.process(batch_of({{2}, {4}}), nullptr, nullptr), InvalidInput);
   CHECK_THROWS_AS(draft(drafter, 1, 3), InvalidInput);
   CHECK_THROWS_AS(drafter.accept(0, 2), InvalidInput);
   drafter.reset(0);

@@ -111,6 +111,15 @@ TEST_CASE("the stream is found behind a norm without weights") {
   CHECK(graph.streams(graph.output_norm(h2)).by_slot()[1] == h1);
 }
 
+TEST_CASE("what was there before block 0 is not what enters block 1") {
+  TinyGraph graph;
+  auto* h0 = graph.embeddings();
+  auto* both = ggml_add(graph.get(), graph.block(0, h0), graph.block(1, h0));
+  const auto streams = graph.streams(graph.output_norm(both));
+  CHECK(streams.by_slot()[0] == h0);
+  CHECK(streams.by_slot()[1] == nullptr);
+}
+
 TEST_CASE("the last block is cropped behind its input") {
   TinyGraph graph;
   auto* h0 = graph.embeddings();

@@ -25,7 +25,7 @@ void Batch::add_embedding(const float* values, int32_t position, const std::vect
 
 void Batch::add_pair(int32_t token, const float* state, int32_t position,
                      const std::vector<int32_t>& sequences, bool output) {
-  if (!has_tokens() || !has_embeddings()) throw InvalidInput("this batch is none of tokens with states");
+  if (!has_tokens() || !has_embeddings()) throw InvalidInput("this batch does not hold tokens with states");
   add_entry(position, sequences, output);
   tokens_.push_back(token);
   embeddings_.insert(embeddings_.end(), state, state + n_embd_);

@@ -26,8 +26,25 @@ ggml_type cache_type(const std::string& name) {
                      "'; known are f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0, q5_1");
 }
 
-/// Whether the engine's own rollback of recurrent state gives the states of a context that never went ahead.
-bool rolls_back(const std::string& arch) { return arch == "qwen35" || arch == "qwen35moe"; }
+llama_context_params engine_params(const ContextOptions& options) {
+  auto params = llama_context_default_params();
+  params.n_ctx = options.n_ctx;
+  params.n_batch = options.n_batch;
+  params.n_ubatch = options.n_ubatch;
+  params.n_seq_max = options.n_seq_max;
+  params.n_rs_seq = options.n_rs_seq;
+  params.n_outputs_max = options.n_outputs_max;
+  params.n_threads = options.n_threads;
+  params.n_threads_batch = options.n_threads;
+  params.type_k = cache_type(options.type_k);
+  params.type_v = cache_type(options.type_v);
+  params.flash_attn_type = static_cast<llama_flash_attn_type>(options.flash_attention);
+  params.kv_unified = options.kv_unified;
+  params.swa_full = options.swa_full;
+  params.no_perf = true;
+  params.ctx_type = options.mtp ? LLAMA_CONTEXT_TYPE_MTP : LLAMA_CONTEXT_TYPE_DEFAULT;
+  return params;
+}
 
 }  // namespace
 
@@ -44,65 +61,8 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
   if (const auto reason = model_->refusal(); !reason.empty() && !drafts()) {
     throw Unsupported(model_->arch() + ": " + reason);
   }
-  const auto require = [](bool good, const std::string& message) {
-    if (!good) throw InvalidInput(message);
-  };
-  require(options.n_batch > 0, "n_batch must be at least 1");
-  require(options.n_ubatch > 0, "n_ubatch must be at least 1");
-  const auto most = llama_max_parallel_sequences();
-  require(options.n_seq_max > 0 && options.n_seq_max <= most,
-          "n_seq_max must be in 1.." + std::to_string(most) + ", not " + std::to_string(options.n_seq_max));
-  require(options.n_outputs_max == 0 || options.n_outputs_max >= options.n_seq_max,
-          "n_outputs_max must be 0 or at least n_seq_max (" + std::to_string(options.n_seq_max) + "), not " +
-              std::to_string(options.n_outputs_max));
-  require(options.n_threads > 0 && options.n_threads <= 512,
-          "n_threads must be in 1..512, not " + std::to_string(options.n_threads));
-  require(options.flash_attention >= -1 && options.flash_attention <= 1,
-          "flash_attn must be auto, on or off");
-
-  // The engine makes room for an output of each sequence in every call.
-  options_.n_batch = std::max(options.n_batch, options.n_seq_max);
-  options_.n_ubatch = std::min(options.n_ubatch, options_.n_batch);
-  const uint32_t n_ctx_train = static_cast<uint32_t>(model_->n_ctx_train());
-  options_.n_ctx = std::max(options.n_ctx == 0 ? n_ctx_train : options.n_ctx, options.n_seq_max);
-  if (memory_.is_recurrent() && options.n_rs_seq > 0 && !rolls_back(model_->arch())) {
-    throw Unsupported("taking tokens back (n_rs_seq) gives wrong states on " + model_->arch() +
-                      "; save and restore sequences instead");
-  }
-  if (options.n_seq_max > 1 && !model_->batches_sequences()) {
-    throw Unsupported("the engine mixes up several sequences of " + model_->arch() +
-                      " in a context, or aborts; use contexts of n_seq_max=1");
-  }
-  // Recurrent layers are computed in equal shares of a ubatch; some graphs abort when they do not come out.
-  if (memory_.is_recurrent()) {
-    options_.n_ubatch =
-        std::max(options.n_seq_max, options_.n_ubatch - options_.n_ubatch % options.n_seq_max);
-  }
-
-  if (options.n_rs_seq > 0 && options.n_rs_seq + 2 > options_.n_ubatch) {
-    const uint32_t share = std::max(1U, options.n_seq_max);
-    throw InvalidInput(
-        "n_ubatch and n_batch must be at least n_rs_seq + 2, and a multiple of n_seq_max: at least " +
-        std::to_string((options.n_rs_seq + 2 + share - 1) / share * share) + ", not " +
-        std::to_string(options.n_ubatch) + " and " + std::to_string(options.n_batch));
-  }
-
-  auto params = llama_context_default_params();
-  params.n_ctx = options_.n_ctx;
-  params.n_batch = options_.n_batch;
-  params.n_ubatch = options_.n_ubatch;
-  params.n_seq_max = options.n_seq_max;
-  params.n_rs_seq = options.n_rs_seq;
-  params.n_outputs_max = options.n_outputs_max;
-  params.n_threads = options.n_threads;
-  params.n_threads_batch = options.n_threads;
-  params.type_k = cache_type(options.type_k);
-  params.type_v = cache_type(options.type_v);
-  params.flash_attn_type = static_cast<llama_flash_attn_type>(options.flash_attention);
-  params.kv_unified = options.kv_unified;
-  params.swa_full = options.swa_full;
-  params.no_perf = true;
-  params.ctx_type = options.mtp ? LLAMA_CONTEXT_TYPE_MTP : LLAMA_CONTEXT_TYPE_DEFAULT;
+  options_ = settled_options(options, *model_);
+  auto params = engine_params(options_);
   params.ctx_other = drafts() ? options.target->context_.get() : nullptr;
   params.cb_eval_user_data = this;
   params.abort_callback = [](void* self) { return static_cast<Context*>(self)->interrupted(); };

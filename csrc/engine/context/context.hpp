@@ -33,8 +33,8 @@ class Context {
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
-  /// Held by every call, and by who reads results where they lie. Throws Busy, and EngineFailed when the
-  /// engine failed half-way before.
+  /// Locks the context. Every call does, and so must a caller that reads results in place. Throws Busy, and
+  /// EngineFailed when an earlier call left the engine half-way.
   ContextLock hold() const;
 
   const std::shared_ptr<Model>& model() const { return model_; }
@@ -89,13 +89,13 @@ class Context {
   /// Seconds that all calls of the engine have taken.
   double engine_seconds() const { return engine_seconds_.load(std::memory_order_relaxed); }
 
-  /// How many nodes the last decode came by: an early end shows in it.
+  /// Graph nodes that the last decode computed: fewer after an early stop.
   int64_t nodes_seen() const { return nodes_seen_.load(std::memory_order_relaxed); }
 
   /// How many cells of the cache were set to zero since it was made.
   int64_t zeroed_cells() const { return memory_.zeroed_cells(); }
 
-  /// Whether no sequence has tokens in memory; to be asked while it is held.
+  /// Whether no sequence has tokens in memory. The caller must hold the context.
   bool is_empty() const { return memory_.is_empty(); }
 
   // Memory, as KvMemory has it.

@@ -23,12 +23,13 @@ namespace {
 
 // Bookkeeping of the engine for each cell of a cache, for any model: position, sequences and the like.
 constexpr uint64_t kCellBytes = 48;
-// Planning a context makes these notes, so larger ones are told from two that are smaller.
+// Planning a context allocates this bookkeeping, so the need of larger ones is extrapolated from two smaller
+// ones.
 constexpr uint32_t kMostPlanned = 1U << 20;
 // Share of the available memory that an offered n_ctx uses: less may be left when the user takes it up.
 constexpr double kOffered = 0.97;
 
-/// Memory that something shall go into.
+/// A memory: the machine's or a GPU's.
 struct Place {
   std::string name;
   double needed = 0;
@@ -38,7 +39,7 @@ struct Place {
   double missing_of_offer() const { return needed - kOffered * available; }
 };
 
-/// All places, and the one that lacks most.
+/// The need in all places.
 using Need = std::vector<Place>;
 
 const Place& tightest(const Need& need) {
@@ -75,7 +76,7 @@ class Planner {
 
   /// No value when the engine cannot make such a context.
   std::optional<Need> need(uint32_t n_ctx) const {
-    // The notes must not take more than a small part of what there is.
+    // The bookkeeping must take a small part of the available memory only.
     const auto most = std::min<double>(kMostPlanned, available_ / (16 * kCellBytes));
     const auto half = std::max(step(), static_cast<uint32_t>(most / 2) / step() * step());
     if (n_ctx <= 2 * half) return planned(n_ctx);
@@ -148,7 +149,7 @@ class Planner {
     try {
       guarded("", [&] { context.reset(llama_init_from_model(model_.get(), params)); });
     } catch (const Error&) {
-      // Who makes it in earnest hears the reason.
+      // The real attempt reports the reason.
     }
     return context;
   }

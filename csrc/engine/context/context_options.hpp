@@ -7,6 +7,7 @@
 namespace llamatap {
 
 class Context;
+class Model;
 
 struct ContextOptions {
   uint32_t n_ctx = 0;  // 0: as the model was trained
@@ -21,13 +22,21 @@ struct ContextOptions {
   int32_t flash_attention = -1;  // -1: the engine decides; 0: off; 1: on
   bool kv_unified = true;
   bool swa_full = true;
-  /// The target of a context that drafts, else null. The draft may use the target's token embeddings, output
+  /// The target of a draft context, else null. The draft may use the target's token embeddings, output
   /// head or memory.
   std::shared_ptr<Context> target;
-  bool mtp = false;    // computes the MTP blocks of the model in the place of its trunk
+  bool mtp = false;    // computes the MTP blocks of the model instead of its trunk
   bool causal = true;  // of a context that drafts: whether a block of tokens sees only those before
-  /// Bytes of the machine's memory that the process can still take; 0: whether it fits is not looked at.
+  /// Bytes of the machine's memory that the process can still take; 0: the context is not checked against it.
   uint64_t memory_available = 0;
 };
+
+/// The options as a context of the model uses them: sizes filled in and rounded. Throws InvalidInput or
+/// Unsupported where there is no such context.
+ContextOptions settled_options(const ContextOptions& options, const Model& model);
+
+/// Whether the memory is, in part or whole, the state of recurrent layers. MTP blocks have attention only,
+/// whatever the trunk is made of.
+bool has_recurrent_memory(const ContextOptions& options, const Model& model);
 
 }  // namespace llamatap

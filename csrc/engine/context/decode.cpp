@@ -22,7 +22,7 @@ namespace llamatap {
 
 namespace {
 
-// Below this, a decode is too short for a thread of its own to watch it.
+// Shorter decodes run on the calling thread and are not polled.
 constexpr int32_t kWatchedRows = 16;
 
 std::vector<int32_t> sequences_of(const Batch& batch) {
@@ -62,7 +62,7 @@ void Context::check_values(const Batch& batch) const {
   if (drafts()) {
     check_drafting(batch);
   } else if (batch.has_embeddings()) {
-    if (batch.has_tokens()) throw InvalidInput("only a context that drafts takes states beside tokens");
+    if (batch.has_tokens()) throw InvalidInput("only a draft context takes states beside tokens");
     if (!model_->takes_embeddings()) {
       throw Unsupported("the engine computes " + model_->arch() + " of tokens only, not of embeddings");
     }
@@ -100,8 +100,9 @@ void Context::compute(const Batch& batch, DecodeObserver* observer, bool memory_
   if (observer != nullptr) {
     wishes.scratch = memory_is_scratch;
     wishes.may_stop = memory_is_scratch || observer->stop_keeps_memory();
+    wishes.needs_last_block.resize(static_cast<size_t>(batch.size()));
     for (int32_t row = 0; row < batch.size(); ++row) {
-      wishes.needs_last_block.push_back(observer->needs_last_block(row));
+      wishes.needs_last_block[row] = observer->needs_last_block(row);
     }
   }
   auto pieces = plan_batch(batch, rules, wishes);
@@ -130,10 +131,9 @@ void Context::interruptible(int32_t n_rows, const Poll& poll, const std::functio
 
 void Context::run(const Batch& batch, std::vector<Piece>& pieces, DecodeObserver* observer) {
   const auto sequences = sequences_of(batch);
-  std::vector<int32_t> last;
-  for (const int32_t seq : sequences) {
-    last.push_back(memory_.last_or_none(seq));
-  }
+  std::vector<int32_t> last(sequences.size());
+  std::transform(sequences.begin(), sequences.end(), last.begin(),
+                 [&](int32_t seq) { return memory_.last_or_none(seq); });
   nodes_seen_ = 0;
   const int64_t n_used = memory_.used_cells();
   try {
@@ -168,8 +168,7 @@ bool Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, Dec
   const EngineBatch engine_batch(batch, piece, model_->n_positions());
   const auto given = piece.rows;
   const auto hooks = observer == nullptr ? std::vector<int32_t>() : observer->hooked_layers();
-  // Without anyone to see them, the stops between nodes serve interruption alone; the CPU back end has its
-  // own.
+  // Without an observer, stops between nodes serve interruption alone; on a GPU they cost too much.
   const bool nodes = hooks.empty() && (observer != nullptr || !model_->on_gpu());
   watch(hooks, nodes);
   // Several sequences may be computed in another order than they are given in; the hooks put that right.

@@ -13,7 +13,7 @@ namespace llamatap {
 /// Sees the states of a decode. Through the graph's callback: node by node, while they are computed, with the
 /// choice to end there. Or through the engine's hooks, which copy the inputs of layers without a stop between
 /// nodes: cheaper on a GPU. Its methods run on the thread that computes, without
-/// the GIL. What they throw ends the decode and comes out of it, never through the engine's frames.
+/// the GIL. Their exceptions end the decode, which rethrows them outside of the engine's frames.
 class DecodeObserver {
  public:
   virtual ~DecodeObserver() = default;
@@ -21,11 +21,11 @@ class DecodeObserver {
   virtual bool needs_last_block(int32_t row) const = 0;
   /// Whether ending a piece after the last wanted node leaves nothing uncomputed that the memory keeps.
   virtual bool stop_keeps_memory() const = 0;
-  /// Whether what came by so far is free of NaN and infinity.
+  /// Whether all values seen so far are finite.
   virtual bool all_finite() const = 0;
   virtual void begin(const Piece& piece) = 0;
-  /// The layers whose inputs the hooks shall copy: those of which LayerSource::hooked is known. When there
-  /// are any, the callback is not used.
+  /// The layers whose inputs the hooks copy; LayerSource::hooked must be set for each. If there are any, the
+  /// callback is not used.
   virtual const std::vector<int32_t>& hooked_layers() const = 0;
   /// After a piece: the inputs of a hooked layer, [piece.rows, n_embd].
   virtual void hooked(int32_t layer, const float* values) = 0;

@@ -15,8 +15,8 @@ namespace llamatap {
 
 namespace {
 
-// The engine makes room for the logits of every row that it encodes, though it computes none.
-constexpr size_t kEncodeLogits = size_t{16} << 20;
+// The engine reserves logits for every row that it encodes, though it computes none.
+constexpr size_t kEncodeLogits = size_t{16} * 1024 * 1024;
 
 }  // namespace
 

@@ -18,7 +18,7 @@ namespace {
 void check_range(int32_t p0, int32_t p1) {
   if (p0 < -1 || p1 < -1 || (p0 >= 0 && p1 >= 0 && p0 > p1)) {
     throw InvalidInput("positions from " + std::to_string(p0) + " up to " + std::to_string(p1) +
-                       " are no range");
+                       " are not a range");
   }
 }
 
@@ -32,8 +32,7 @@ PositionRange range_of(int32_t p0, int32_t p1) {
 KvMemory::KvMemory(const Model& model, const ContextOptions& options)
     : model_(model),
       options_(options),
-      // MTP blocks have attention only, whatever the trunk is made of.
-      is_recurrent_((model.is_recurrent() || model.is_hybrid()) && !options.mtp),
+      is_recurrent_(has_recurrent_memory(options, model)),
       is_borrowed_(options.mtp && mtp_blocks(model.arch()).borrows_memory) {}
 
 void KvMemory::attach(llama_context* context) {
@@ -144,7 +143,7 @@ void KvMemory::remove(int32_t seq, int32_t p0, int32_t p1) {
   const bool rewinds = is_suffix && last + 1 - range.begin <= rewindable_[seq];
   if (is_recurrent_ && !rewinds) {
     throw Unsupported("the memory of " + model_.arch() +
-                      " cannot give up this part of a sequence; remove the whole of it" +
+                      " cannot remove this part of a sequence; remove the whole of it" +
                       (options_.n_rs_seq > 0
                            ? ", or at most " + std::to_string(rewindable_[seq]) +
                                  " of its last tokens (fewer than the last decode brought, at most n_rs_seq, "
@@ -154,7 +153,7 @@ void KvMemory::remove(int32_t seq, int32_t p0, int32_t p1) {
   if (is_suffix && !can_remove_suffix(seq, p0)) throw windows_lost();
   if (!llama_memory_seq_rm(memory, seq, p0, p1)) {
     throw Unsupported("the memory of " + model_.arch() +
-                      " cannot give up a part of a sequence; remove the whole of it, or save it before and "
+                      " cannot remove a part of a sequence; remove the whole of it, or save it before and "
                       "restore it");
   }
   rewindable_[seq] = 0;
@@ -239,8 +238,7 @@ void KvMemory::shift(int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
     const auto twice = std::adjacent_find(after.all.begin(), after.all.end());
     if (twice != after.all.end()) {
       throw InvalidInput("moving by " + std::to_string(delta) + " puts tokens of sequence " +
-                         std::to_string(other) + " on positions of which others hold some (" +
-                         std::to_string(*twice) +
+                         std::to_string(other) + " on positions that others hold (" + std::to_string(*twice) +
                          (other == seq ? "" : "; it shares tokens with sequence " + std::to_string(seq)) +
                          "); remove those first");
     }

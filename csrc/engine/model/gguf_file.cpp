@@ -30,30 +30,20 @@ std::vector<To> copy_array(const gguf_context* file, int64_t key) {
 
 MetadataValue read_array(const gguf_context* file, int64_t key) {
   switch (gguf_get_arr_type(file, key)) {
-    case GGUF_TYPE_UINT8:
-      return copy_array<uint8_t, uint64_t>(file, key);
-    case GGUF_TYPE_INT8:
-      return copy_array<int8_t, int64_t>(file, key);
-    case GGUF_TYPE_UINT16:
-      return copy_array<uint16_t, uint64_t>(file, key);
-    case GGUF_TYPE_INT16:
-      return copy_array<int16_t, int64_t>(file, key);
-    case GGUF_TYPE_UINT32:
-      return copy_array<uint32_t, uint64_t>(file, key);
-    case GGUF_TYPE_INT32:
-      return copy_array<int32_t, int64_t>(file, key);
-    case GGUF_TYPE_UINT64:
-      return copy_array<uint64_t, uint64_t>(file, key);
-    case GGUF_TYPE_INT64:
-      return copy_array<int64_t, int64_t>(file, key);
-    case GGUF_TYPE_FLOAT32:
-      return copy_array<float, double>(file, key);
-    case GGUF_TYPE_FLOAT64:
-      return copy_array<double, double>(file, key);
-    case GGUF_TYPE_BOOL:
-      return copy_array<int8_t, bool>(file, key);
+    case GGUF_TYPE_UINT8: return copy_array<uint8_t, uint64_t>(file, key);
+    case GGUF_TYPE_INT8: return copy_array<int8_t, int64_t>(file, key);
+    case GGUF_TYPE_UINT16: return copy_array<uint16_t, uint64_t>(file, key);
+    case GGUF_TYPE_INT16: return copy_array<int16_t, int64_t>(file, key);
+    case GGUF_TYPE_UINT32: return copy_array<uint32_t, uint64_t>(file, key);
+    case GGUF_TYPE_INT32: return copy_array<int32_t, int64_t>(file, key);
+    case GGUF_TYPE_UINT64: return copy_array<uint64_t, uint64_t>(file, key);
+    case GGUF_TYPE_INT64: return copy_array<int64_t, int64_t>(file, key);
+    case GGUF_TYPE_FLOAT32: return copy_array<float, double>(file, key);
+    case GGUF_TYPE_FLOAT64: return copy_array<double, double>(file, key);
+    case GGUF_TYPE_BOOL: return copy_array<int8_t, bool>(file, key);
     case GGUF_TYPE_STRING: {
       std::vector<std::string> strings;
+      strings.reserve(gguf_get_arr_n(file, key));
       for (size_t i = 0; i < gguf_get_arr_n(file, key); ++i) {
         strings.emplace_back(gguf_get_arr_str(file, key, i));
       }
@@ -66,38 +56,25 @@ MetadataValue read_array(const gguf_context* file, int64_t key) {
 
 MetadataValue read_value(const gguf_context* file, int64_t key) {
   switch (gguf_get_kv_type(file, key)) {
-    case GGUF_TYPE_UINT8:
-      return uint64_t{gguf_get_val_u8(file, key)};
-    case GGUF_TYPE_INT8:
-      return int64_t{gguf_get_val_i8(file, key)};
-    case GGUF_TYPE_UINT16:
-      return uint64_t{gguf_get_val_u16(file, key)};
-    case GGUF_TYPE_INT16:
-      return int64_t{gguf_get_val_i16(file, key)};
-    case GGUF_TYPE_UINT32:
-      return uint64_t{gguf_get_val_u32(file, key)};
-    case GGUF_TYPE_INT32:
-      return int64_t{gguf_get_val_i32(file, key)};
-    case GGUF_TYPE_UINT64:
-      return gguf_get_val_u64(file, key);
-    case GGUF_TYPE_INT64:
-      return gguf_get_val_i64(file, key);
-    case GGUF_TYPE_FLOAT32:
-      return double{gguf_get_val_f32(file, key)};
-    case GGUF_TYPE_FLOAT64:
-      return gguf_get_val_f64(file, key);
-    case GGUF_TYPE_BOOL:
-      return gguf_get_val_bool(file, key);
-    case GGUF_TYPE_STRING:
-      return std::string(gguf_get_val_str(file, key));
-    case GGUF_TYPE_ARRAY:
-      return read_array(file, key);
+    case GGUF_TYPE_UINT8: return uint64_t{gguf_get_val_u8(file, key)};
+    case GGUF_TYPE_INT8: return int64_t{gguf_get_val_i8(file, key)};
+    case GGUF_TYPE_UINT16: return uint64_t{gguf_get_val_u16(file, key)};
+    case GGUF_TYPE_INT16: return int64_t{gguf_get_val_i16(file, key)};
+    case GGUF_TYPE_UINT32: return uint64_t{gguf_get_val_u32(file, key)};
+    case GGUF_TYPE_INT32: return int64_t{gguf_get_val_i32(file, key)};
+    case GGUF_TYPE_UINT64: return gguf_get_val_u64(file, key);
+    case GGUF_TYPE_INT64: return gguf_get_val_i64(file, key);
+    case GGUF_TYPE_FLOAT32: return double{gguf_get_val_f32(file, key)};
+    case GGUF_TYPE_FLOAT64: return gguf_get_val_f64(file, key);
+    case GGUF_TYPE_BOOL: return gguf_get_val_bool(file, key);
+    case GGUF_TYPE_STRING: return std::string(gguf_get_val_str(file, key));
+    case GGUF_TYPE_ARRAY: return read_array(file, key);
     default:
       throw ModelLoadFailed(std::string("metadata key ") + gguf_get_key(file, key) + " has an unknown type");
   }
 }
 
-/// Whether the engine can compute with weights of a type: what it can turn into float32.
+/// Whether the engine can compute with weights of a type: it can turn them into float32.
 bool is_weight_type(ggml_type type) {
   return type == GGML_TYPE_F32 || ggml_get_type_traits(type)->to_float != nullptr;
 }

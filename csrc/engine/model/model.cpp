@@ -33,6 +33,27 @@ llama_model_params engine_params(const ModelOptions& options) {
   return params;
 }
 
+/// How far a model is loaded, and whether it shall go on.
+struct LoadState {
+  std::atomic<float> fraction{0.0F};
+  std::atomic<bool>* stop = nullptr;
+  float converted = 0.0F;  // the share of the conversion
+};
+
+llama_model_params load_params(const ModelOptions& options, LoadState& state) {
+  auto params = engine_params(options);
+  // Converted weights are in memory already; what goes to a GPU must not be held there too.
+  const bool mapped = options.weights ? options.n_gpu_layers == 0 : options.use_mmap;
+  params.load_mode = mapped ? LLAMA_LOAD_MODE_MMAP : LLAMA_LOAD_MODE_NONE;
+  params.progress_callback_user_data = &state;
+  params.progress_callback = [](float fraction, void* data) {
+    auto* shared = static_cast<LoadState*>(data);
+    shared->fraction = shared->converted + (1 - shared->converted) * fraction;
+    return !*shared->stop && !Activity::ending();
+  };
+  return params;
+}
+
 std::string said(const LogScope& log) {
   return log.text().empty() ? std::string("the engine gave no reason") : log.text();
 }
@@ -74,56 +95,33 @@ std::shared_ptr<Model> Model::load(const std::string& path, const ModelOptions& 
   const GgufFile file(path);
   file.check();
   auto metadata = file.metadata();
-
-  struct Progress {
-    std::atomic<float> fraction{0.0F};
-    std::atomic<bool>* stop = nullptr;
-    float converted = 0.0F;  // the share of the conversion
-  } state;
-  auto params = engine_params(options);
-  // Converted weights are in memory already; what goes to a GPU must not be held there too.
-  const bool mapped = options.weights ? options.n_gpu_layers == 0 : options.use_mmap;
-  params.load_mode = mapped ? LLAMA_LOAD_MODE_MMAP : LLAMA_LOAD_MODE_NONE;
-  params.progress_callback_user_data = &state;
-  params.progress_callback = [](float fraction, void* data) {
-    auto* shared = static_cast<Progress*>(data);
-    shared->fraction = shared->converted + (1 - shared->converted) * fraction;
-    return !*shared->stop && !Activity::ending();
-  };
-
   if (options.memory_available > 0 && !options.vocab_only && !options.weights) {
     require_model_memory(file.parts(), options);
   }
   Handle model(nullptr, Free{static_cast<int32_t>(getpid())});
+  LoadState state;
   std::string reason;
-  bool stopped = false;
   run_polling(
       [&](std::atomic<bool>& stop) {
         state.stop = &stop;
         std::optional<ScratchFile> converted;
         if (options.weights) {
-          try {
-            convert_weights(file.parts(), *options.weights, options.memory_available, converted.emplace(),
-                            {state.fraction, stop});
-          } catch (const Interrupted&) {
-            stopped = true;
-            return;
-          }
+          convert_weights(file.parts(), *options.weights, options.memory_available, converted.emplace(),
+                          {state.fraction, stop});
           state.converted = 0.5F;
         }
         const LogScope log;
         const AbortGuard guard;
         try {
           const std::string& source = converted ? converted->path() : path;
-          model.reset(llama_model_load_from_file(source.c_str(), params));
+          model.reset(llama_model_load_from_file(source.c_str(), load_params(options, state)));
           reason = said(log);
         } catch (const std::exception& error) {
           reason = error.what();
         }
-        stopped = stop || Activity::ending();
+        if (stop || Activity::ending()) throw Interrupted();
       },
       [&] { return progress && progress(state.fraction); });
-  if (stopped) throw Interrupted();
   if (!model && says_no_memory(reason)) throw OutOfMemory("cannot load " + path + ": " + reason);
   if (!model) throw ModelLoadFailed("cannot load " + path + ": " + reason);
   if (const auto problem = internals::rotation_problem(model.get());
@@ -131,10 +129,10 @@ std::shared_ptr<Model> Model::load(const std::string& path, const ModelOptions& 
     throw ModelLoadFailed("cannot load " + path + ": " + problem);
   }
   if (progress) progress(1.0F);
-  // The constructor is private.
   const bool blocks_alone = internals::draft_traits(model.get()).n_mtp > 0 &&
                             llama_model_n_layer(model.get()) > 0 && file.parts().size() == 1 &&
                             !file.has_tensor("blk.0.");
+  // The constructor is private.
   return std::shared_ptr<Model>(
       new Model(std::move(model), path, options, std::move(metadata), blocks_alone));
 }

@@ -27,8 +27,9 @@ class Model {
  public:
   using Handle = std::unique_ptr<llama_model, Free>;
 
-  /// `progress` is shown how much is loaded, in 0..1, about every 50 ms on the calling thread; true ends
-  /// the loading with Interrupted. Throws ModelLoadFailed with what the engine said, and OutOfMemory.
+  /// `progress` is called with the loaded fraction, 0..1, about every 50 ms on the calling thread, and ends
+  /// the loading (Interrupted) by returning true. Throws ModelLoadFailed with what the engine said, and
+  /// OutOfMemory.
   static std::shared_ptr<Model> load(const std::string& path, const ModelOptions& options,
                                      const std::function<bool(float)>& progress);
 
@@ -62,16 +63,16 @@ class Model {
   int32_t n_swa() const;
   bool is_recurrent() const;
   bool is_hybrid() const;
-  /// Whether the engine computes several sequences of a context rightly: its plamo2 mixes them up, or aborts,
-  /// what arwkv7 and rwkv6qwen2 keep of the last token is of the wrong sequence, and minimax-01 aborts where
-  /// the CPU has kernels of its own for the type of weight (Q4_0, Q4_K).
+  /// Whether the engine computes several sequences of a context correctly. Not on plamo2 (mixes them up, or
+  /// aborts), arwkv7 and rwkv6qwen2 (keep the last token of the wrong sequence) and minimax-01 (aborts for
+  /// weight types with CPU kernels of their own: Q4_0, Q4_K).
   bool batches_sequences() const;
   /// Whether a batch may carry embeddings in place of tokens.
   bool takes_embeddings() const { return arch() != "graniteswitch"; }
-  /// Whether the tokens of a batch see each other and no earlier ones, though the engine makes a memory: it
-  /// must be told to encode, or it hides later tokens from earlier ones and cuts the batch.
+  /// Whether the tokens of a batch see each other and no earlier ones. The engine makes a memory all the
+  /// same, and must be told to encode: a decode would hide later tokens from earlier ones and cut the batch.
   bool is_encoder() const;
-  /// Why no context can be made of the model; empty when one can.
+  /// The reason why the model has no context of its own; empty when it has one.
   std::string refusal() const;
   /// Positions are below this: the rows of a learned position embedding, else what 32 bits hold.
   int32_t position_limit() const;

@@ -13,7 +13,8 @@ struct ModelOptions {
   bool vocab_only = false;
   /// The type that weights other than float32 are converted to: "f32", "f16" or "bf16"; none: not converted.
   std::optional<std::string> weights;
-  /// Bytes of the machine's memory that the process can still take; 0: whether they fit is not looked at.
+  /// Bytes of the machine's memory that the process can still take; 0: the weights are not checked against
+  /// it.
   uint64_t memory_available = 0;
 };
 

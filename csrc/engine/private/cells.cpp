@@ -1,4 +1,4 @@
-// Reads the cells of the engine's caches from its internal headers, as internals.cpp reads the rest.
+// Reads the cells of the engine's caches from its internal headers.
 
 #include "engine/private/cells.hpp"
 

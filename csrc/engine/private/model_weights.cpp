@@ -15,6 +15,7 @@ namespace llamatap::internals {
 
 std::vector<ggml_backend_device*> devices(const llama_model* model) {
   std::vector<ggml_backend_device*> found;
+  found.reserve(static_cast<size_t>(llama_model_n_devices(model)));
   for (int32_t i = 0; i < llama_model_n_devices(model); ++i)
     found.push_back(llama_model_get_device(model, i));
   return found;

@@ -80,6 +80,7 @@ def rendered(name: str, messages: list[dict[str, Any]]) -> str:
     return chat_templates.render(template, messages, tools=TOOLS, add_generation_prompt=False, **fixed)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.skipif(not NAMES, reason="the templates are not there; `make test` fetches them")
 @pytest.mark.parametrize("name", NAMES)
 def test_all_forms_of_a_call_are_written_alike(name: str) -> None:

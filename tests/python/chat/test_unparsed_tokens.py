@@ -155,6 +155,7 @@ def test_the_commands_tell(broken_path: Path, tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "out" / "hidden_states").exists()
 
 
+@pytest.mark.slow
 def test_a_file_that_is_fine_says_nothing(tiny_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", str(tiny_path)]) == 0
     assert "WARNING" not in capsys.readouterr().out

@@ -28,6 +28,7 @@ def test_info(smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "0..30" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_info_of_a_model_without_a_final_norm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = FILES["bert"]().write(tmp_path / "bert.gguf")
     assert main(["info", str(path), "--json"]) == 0
@@ -118,6 +119,7 @@ def test_parameters_are_counted(
         assert model.description == "llama vocabulary"
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -184,6 +186,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"llamatap {lt.__version__}\n"
 
 
+@pytest.mark.slow
 def test_help_is_quick_and_needs_no_model() -> None:
     done = subprocess.run([sys.executable, "-m", "llamatap", "--help"], capture_output=True, text=True)
     assert done.returncode == 0
@@ -368,6 +371,7 @@ def test_without_a_standard_input_there_is_no_file(
     assert "there is no standard input" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_terminal_that_lacks_letters_gets_them_escaped(tmp_path: Path) -> None:
     path = TinyLlama().write(tmp_path / "tiny.gguf")
     command = [sys.executable, "-m", "llamatap", "generate", str(path), "--prompt", "Hi", "-n", "20"]
@@ -381,6 +385,7 @@ def test_a_terminal_that_lacks_letters_gets_them_escaped(tmp_path: Path) -> None
     assert outputs["ascii"] == outputs["utf-8"].encode("ascii", "backslashreplace").decode()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "command",
     [

@@ -59,6 +59,7 @@ def test_a_process_that_exits_leaves_nothing(how: str, name: str) -> None:
     check(mine.get_cached(3), 6)
 
 
+@pytest.mark.slow
 def test_setup_removes_what_killed_ones_left(name: str) -> None:
     reader = SharedMemoryConnector(name)
     process, params = writer(name)
@@ -68,6 +69,7 @@ def test_setup_removes_what_killed_ones_left(name: str) -> None:
     assert names(reader) == []
 
 
+@pytest.mark.slow
 def test_what_a_living_one_puts_in_place_is_not_removed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A living process puts its sample between the look at a dead one's sample and the removal."""
     process, _ = writer(name)
@@ -105,6 +107,7 @@ print(connector.max_bytes, connector.get_cached(1)["token_ids"].tolist())
 """
 
 
+@pytest.mark.slow
 def test_loaders_workers_have_it(name: str, tmp_path: Path) -> None:
     """Spawned workers, like those of speculators, own the samples that they put."""
     connectors: list[Any] = [

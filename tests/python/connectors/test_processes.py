@@ -276,6 +276,7 @@ def test_the_memory_has_a_bound(name: str) -> None:
             SharedMemoryConnector(name, max_bytes=wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_what_a_dead_writer_left_makes_room(name: str) -> None:
     process, _ = writer(name)
     mine = SharedMemoryConnector(name, max_bytes=4600)
@@ -290,6 +291,7 @@ def test_what_a_dead_writer_left_makes_room(name: str) -> None:
     assert mine.get_cached(0) is None
 
 
+@pytest.mark.slow
 def test_a_forked_child_keeps_no_lock(name: str) -> None:
     """A loader's worker may outlive the process that put the samples."""
     code = WRITER.replace(

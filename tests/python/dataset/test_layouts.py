@@ -21,6 +21,7 @@ from reference import decoder
 Options = dataset.Options
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_npy(tiny: TinyLlama, tiny_model: lt.Model, tmp_path: Path, dtype: str) -> None:
     rows = random_rows(21, 40)

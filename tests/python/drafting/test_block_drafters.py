@@ -126,6 +126,7 @@ def test_sequences_of_a_target_with_a_memory_for_each(
         assert all(one.stats.drafted > 20 for one in found)
 
 
+@pytest.mark.slow
 def test_features_are_encoded_or_refused(tiny_path: Path, tmp_path: Path) -> None:
     """Runs in its own process: an overrun of an array may show only at exit."""
     code = f"""

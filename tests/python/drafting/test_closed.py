@@ -44,6 +44,7 @@ with lt.Model(sys.argv[1]) as model, model.context(n_ctx=256, n_threads=1) as co
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not Path("/proc/self/statm").exists() or bool(_core.build_info()["sanitize"]),
     reason="reads /proc, and AddressSanitizer keeps what was freed",

@@ -73,6 +73,7 @@ FLAT: dict[str, tuple[Shares, Cost]] = {
 WORTH = 0.93
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("case", CLEAR)
 def test_the_best_length_is_chosen(case: str, seed: int) -> None:
@@ -94,6 +95,7 @@ def test_what_is_chosen_is_worth_nearly_as_much_as_the_best(case: str, noise: fl
         assert known[chosen].mean() > WORTH * known.max(), f"seed {seed}: {np.bincount(chosen)}"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("before", "after", "slope"),
     [(0.9, 0.1, 0.2), (0.1, 0.9, 0.2), (0.02, 0.95, 0.05), (0.8, 0.4, 0.1), (0.4, 0.8, 0.1)],

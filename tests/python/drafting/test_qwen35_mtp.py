@@ -43,6 +43,7 @@ def test_the_trunk_is_what_it_is_without_the_block(model: lt.Model, rng: np.rand
         np.testing.assert_allclose(found[layer], states[layer], atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_every_draft_of_a_loop_is_that_of_the_formulas(model: lt.Model, rng: np.random.Generator) -> None:
     """Any part of the previous draft was accepted; the prompt comes in chunks longer than a ubatch."""
     with model.context(n_ctx=512, n_ubatch=16, n_rs_seq=N_MAX, **EXACT) as context:

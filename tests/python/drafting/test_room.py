@@ -24,6 +24,7 @@ def drafted(drafter: lt.Drafter, request: lt.DraftRequest) -> list[int]:
     return [] if found is None else found.tokens.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_longest_sequence_makes_room_for_the_others(
     kind: str, tmp_path: Path, rng: np.random.Generator
@@ -40,6 +41,7 @@ def test_the_longest_sequence_makes_room_for_the_others(
             assert_drafted(drafts[seq], pair.oracle, loop.texts[seq], 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_draft_that_found_no_room_leaves_nothing_behind(
     kind: str, tmp_path: Path, rng: np.random.Generator
@@ -143,6 +145,7 @@ def test_a_memory_that_somebody_else_has_cleared(kind: str, tmp_path: Path, rng:
         assert_drafted(loop.draft()[0], pair.oracle, text, len(loop.draft()[0].tokens))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", [*KINDS, "eagle3 d2t"])
 def test_a_text_can_be_processed_again_from_its_beginning(
     kind: str, tmp_path: Path, rng: np.random.Generator

@@ -67,6 +67,7 @@ def test_sequences_want_drafts_of_their_own_lengths(
             loop.verify({1: lt.Draft(np.zeros(0, np.int32)), **drafts}, rng)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_draft_ends_before_a_token_that_is_not_likely_enough(
     name: str, tmp_path: Path, rng: np.random.Generator
@@ -243,6 +244,7 @@ def test_one_seed_draws_the_same_whatever_the_company(kind: str, tmp_path: Path)
     assert len({tuple(tokens) for tokens in first.values()}) == 3
 
 
+@pytest.mark.slow
 def test_likelihood_and_temperature_together(tmp_path: Path) -> None:
     """The most likely token decides whether a draft goes on, not the drawn one.
 

@@ -28,6 +28,7 @@ import llamatap as lt
 from reference import eagle3
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", EAGLE3)
 def test_eagle3_encodes_what_the_formulas_say(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
     """Any number of features, also more than are computed at once; and its memory is not touched."""
@@ -97,12 +98,14 @@ def decode_in_parts(tested: SpecUnderTest, rng: np.random.Generator, head: int =
     assert [spec.memory.last(seq) for seq in range(4)] == [N - 1, 10, 16, -1]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", EAGLE3)
 def test_eagle3_decodes_what_the_formulas_say(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
     with eagle3_spec(tmp_path, name, n_ubatch=16) as tested:
         decode_in_parts(tested, rng)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "block"])
 @pytest.mark.parametrize("name", MTP)
 def test_mtp_decodes_what_the_formulas_say(

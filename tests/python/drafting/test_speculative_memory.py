@@ -154,6 +154,7 @@ OTHERS: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("other", OTHERS)
 def test_the_state_of_another_draft_is_refused(other: str, tmp_path: Path, rng: np.random.Generator) -> None:
     write, options = OTHERS[other]
@@ -172,6 +173,7 @@ def test_the_state_of_another_draft_is_refused(other: str, tmp_path: Path, rng: 
         pairs.decode(0, 10)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", SPECS)
 def test_a_full_memory_says_so_and_stays_of_use(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
     with SPECS[name](tmp_path, n_ctx=256) as tested:

@@ -73,6 +73,7 @@ def test_embeddings_in_place_of_tokens(
         assert tap.states.tokens.tolist() == [-1] * 9
 
 
+@pytest.mark.slow
 def test_tokens_that_see_later_ones(tmp_path: Path, rng: np.random.Generator) -> None:
     tiny = TinyLlama(causal=False)
     with lt.Model(tiny.write(tmp_path / "both.gguf")) as model:

@@ -18,6 +18,7 @@ import llamatap as lt
 from llamatap.storage.file_hashes import file_sha256
 
 
+@pytest.mark.slow
 def test_the_array_outlives_model_and_context(tiny_path: Path) -> None:
     model = lt.Model(tiny_path)
     states = lt.extract(model, [5, 6, 7], [1, -1])

@@ -175,6 +175,7 @@ def chain(context: lt.Context, folder: Path) -> Any:
     return [lt.NGramDrafter(3, 2, n_max=3), near_model(context, folder)]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize(
     "make", [ngram, near_model, eagle3, chained_mtp, function, chain], ids=lambda make: make.__name__

@@ -232,6 +232,7 @@ def test_one_decode_serves_all(rigged_model: lt.Model, decodes: list[int]) -> No
     assert decodes == [40, 3, 3, 3, 3, 3, 12, 1, 1, 1, 1, 1]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("n_seq_max", [1, 3])
 @pytest.mark.parametrize("n_batch", [8, 32, 50])
 def test_long_prompts_enter_in_pieces(

@@ -143,6 +143,7 @@ def test_what_is_closed_says_so(tiny_path: Path) -> None:
         lt.generate(model, PROMPT)
 
 
+@pytest.mark.slow
 def test_a_second_thread_gets_an_error_of_ours(tiny_path: Path) -> None:
     """While the first is in the engine, and while it is between two passes; the first is not disturbed."""
     prompt = np.random.default_rng(0).integers(3, 259, 3000).tolist()

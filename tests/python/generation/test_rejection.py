@@ -150,6 +150,7 @@ def test_texts_follow_the_target(
         assert [one.tokens.tolist() for one in found] == [one.tokens.tolist() for one in plain]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_rs_seq", [3, 0], ids=["taken back", "saved"])
 def test_texts_of_a_target_with_a_state_follow_it(n_rs_seq: int, tmp_path: Path) -> None:
     with (
@@ -235,6 +236,7 @@ def test_without_a_temperature_the_tokens_are_the_most_likely(
 # A text is one draw of many. With other seeds, and after other tokens, each token must be a new one.
 
 
+@pytest.mark.slow
 def test_a_token_does_not_depend_on_how_the_one_before_was_drawn(context: lt.Context) -> None:
     """The first token comes from the prompt's pass, the second from the rejection rule.
 
@@ -273,6 +275,7 @@ def test_tokens_that_a_drafter_finds_unlikely_come_as_often(context: lt.Context,
     assert p_value(counts, target_distribution()) > 0.001
 
 
+@pytest.mark.slow
 def test_ends_that_make_drafts_too_short_come_as_often(tmp_path: Path) -> None:
     """A draft ends with </s>, and one of a single token is given up (n_min). The drafter is the target."""
     path = rigged.write_rigged_model(tmp_path / "ends.gguf", [2] * N, margin=MARGIN)

@@ -46,6 +46,7 @@ class Slow(Guessing):
         self.clock.now += 1e-6
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("n_seq_max", [1, 2])
 @pytest.mark.parametrize("states", [None, "full"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen35"])

@@ -21,6 +21,7 @@ from llamatap._engine_context import engine_of
 from llamatap.generation.api import generate
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("n_seq_max", [1, 3])
 @pytest.mark.parametrize("kind", ["none", "ngram", "guessing", "model", "eagle3"])
 def test_prompts_that_come_at_any_time_are_those_alone(kind: str, n_seq_max: int, workload: Workload) -> None:

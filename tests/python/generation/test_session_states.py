@@ -213,6 +213,7 @@ MEMORIES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MEMORIES)
 def test_memories_that_cannot_take_back_all(name: str, tmp_path: Path) -> None:
     """Recurrent layers and windows: passes are cut there, and what comes of them is the same."""

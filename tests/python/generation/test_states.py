@@ -201,6 +201,7 @@ def test_a_stop_string_inside_of_a_draft(length: int, tmp_path: Path) -> None:
             assert own == list(range(1, end + 1))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("wrong", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("states", ["full", "last"])
 @pytest.mark.parametrize("end", ["context", "length", "stop"])

@@ -60,6 +60,7 @@ def one(model: lt.Model, prompt: Any, drafter: Any = None, **options: Any) -> lt
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("length", range(8))
 def test_the_end_of_generation_ends_a_text_inside_of_a_draft(
     length: int, models: dict[str, lt.Model]
@@ -197,6 +198,7 @@ def test_one_token(length: int, models: dict[str, lt.Model]) -> None:
         assert np.isnan(generation.stats.tokens_per_round)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kv_unified", [True, False])
 @pytest.mark.parametrize("kind", ["none", "right", "half", "wrong"])
 def test_a_full_context_ends_a_text_where_it_is(

@@ -197,6 +197,7 @@ def test_a_stream_that_is_left_frees_the_memory(
             assert [one.tokens.tolist() for one in found] == expected
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize("states", [None, "last", "full"])
 @pytest.mark.parametrize("which", [0, 1, 2])

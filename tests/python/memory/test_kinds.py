@@ -37,7 +37,7 @@ def test_a_recurrent_memory_gives_up_no_part(arch_models: Path, name: str, rng: 
         with model.context(n_ctx=256, **EXACT) as context:
             context.decode(lt.Batch.of(tokens.tolist()))
             for p0, p1 in ((10, None), (None, 5), (3, 8), (0, 11)):
-                with pytest.raises(lt.UnsupportedError, match="cannot give up this part"):
+                with pytest.raises(lt.UnsupportedError, match="cannot remove this part"):
                     context.memory.remove(0, p0, p1)
             assert context.memory.last(0) == 11
             context.memory.remove(0, 12)  # where nothing is

@@ -408,6 +408,7 @@ def test_models_are_not_pickled(tiny_model: lt.Model) -> None:
         pickle.dumps(tiny_model)
 
 
+@pytest.mark.slow
 def test_memory_is_given_back(tiny_path: Path) -> None:
     done = run(
         f"""

@@ -57,6 +57,7 @@ def test_probe_sees_states_that_are_not_finite(tmp_path: Path) -> None:
     assert found.to_dict()["layers"][3]["rms"] is None
 
 
+@pytest.mark.slow
 def test_threads_reach_the_child(tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
     run = subprocess.run
@@ -97,6 +98,7 @@ os.abort()
     assert "0.3 seconds" in str(lt.probe(tiny_path, timeout=0.3).error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["stdout", "stderr"])
 def test_what_else_the_child_prints_is_no_result(
     where: str, tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -64,6 +64,7 @@ def test_no_context_can_be_made(name: str, reason: str, tmp_path: Path) -> None:
         assert reason in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3n", "wavtokenizer-dec"])
 def test_what_has_no_single_stream_can_still_be_computed(name: str, tmp_path: Path) -> None:
     found = outcome(name, tmp_path)

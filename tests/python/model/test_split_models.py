@@ -98,6 +98,7 @@ def test_saved_sequences_are_of_a_model_with_all_its_shards(tmp_path: Path) -> N
         context.restore(0, saved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [1, 2])
 def test_another_shard_than_the_first_is_refused_with_the_name_of_the_first(
     index: int, shards: list[Path]

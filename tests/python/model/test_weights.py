@@ -123,6 +123,7 @@ def with_types(
     return min(path.parent.glob(f"{path.stem}*.gguf"))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", TYPES, ids=[kind.name for kind in TYPES])
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 def test_every_type_becomes_float32_exactly(
@@ -141,6 +142,7 @@ def test_every_type_becomes_float32_exactly(
     assert relative(found["norm"], normed) < 1e-6
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name", ["qwen3moe-moe", "mamba2-dense", "falcon-h1-dense", "deepseek2-moe", "gpt2-dense"]
 )

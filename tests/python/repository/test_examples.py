@@ -72,6 +72,7 @@ def test_the_own_drafter_learns_from_earlier_texts(tmp_path: Path) -> None:
     assert again.stats.tokens_per_round > 4
 
 
+@pytest.mark.slow
 def test_they_run_as_programs(tmp_path: Path) -> None:
     f = rigged.cycle()
     target = rigged.write_rigged_model(tmp_path / "target.gguf", f)
@@ -87,6 +88,7 @@ def test_they_run_as_programs(tmp_path: Path) -> None:
         assert done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_z_image_encodes_without_diffusers(tmp_path: Path) -> None:
     path = TinyLlama().write(tmp_path / "tiny.gguf")
     preset = tmp_path / "mine.toml"

@@ -68,6 +68,7 @@ def test_the_notice_of_the_engine_is_the_engines() -> None:
     assert (ROOT / "licenses" / "llama.cpp.txt").read_text() == vendored.read_text()
 
 
+@pytest.mark.slow
 def test_import_brings_in_little() -> None:
     code = "import sys, llamatap; print(*sorted(m.split('.')[0] for m in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

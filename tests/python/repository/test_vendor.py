@@ -250,6 +250,7 @@ def test_another_patch_is_another_engine(
     assert (folder / "src/a.cpp").read_text() == "int a;\n"
 
 
+@pytest.mark.slow
 def test_the_engine_here_is_the_patched_one(script: ModuleType) -> None:
     folder = ROOT / "vendor" / "llama.cpp"
     if not (folder / script.STAMP).exists():

@@ -92,6 +92,7 @@ def test_a_session_is_lost_whichever_thread_loses_it(context: lt.Context) -> Non
     assert_free(context)
 
 
+@pytest.mark.slow
 def test_a_lost_session_in_a_cycle(context: lt.Context) -> None:
     """The session is in a cycle through `on_states`; the collector frees it while the context is in use."""
 

@@ -86,6 +86,7 @@ CHANGES: dict[str, Callable[[lt.Memory], object]] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", list(CHANGES))
 def test_changing_the_memory_leaves_the_gil_free(tiny_model: lt.Model, name: str) -> None:
     with tiny_model.context(n_ctx=LARGE, n_seq_max=2, n_threads=1, kv_unified=False) as context:
@@ -166,6 +167,7 @@ def test_verifying_a_draft_leaves_the_gil_free(wordy: lt.Model) -> None:
             assert leaves_the_gil_free(call)
 
 
+@pytest.mark.slow
 def test_two_threads_on_a_sampler_or_on_the_logits_of_a_context(wordy: lt.Model) -> None:
     """The second one gets BusyError, and the first one's tokens are those that it draws alone."""
     with wordy.context(n_ctx=256, n_threads=1) as context:

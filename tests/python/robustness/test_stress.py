@@ -23,6 +23,7 @@ EXACT = {**EXACT_ANYWHERE, "n_threads": 1}
 LAYERS: list[lt.LayerId] = [0, 2, -1, "norm"]
 
 
+@pytest.mark.slow
 def test_contexts_of_one_model_in_several_threads(tiny_model: lt.Model) -> None:
     """Decoding, tapping and extracting at once: each thread gets, bit for bit, what it gets alone."""
     rng = np.random.default_rng(3)
@@ -145,6 +146,7 @@ print(resident() - before)
     assert growth(code, tiny_path) < 4 * 2**20
 
 
+@pytest.mark.slow
 def test_a_long_context_and_a_large_vocabulary_take_no_memory_for_their_product(tmp_path: Path) -> None:
     """32,768 positions of 152,000 logits would be 20 GB."""
     path = TinyLlama(n_vocab=152_000, n_ctx=32_768).write(tmp_path / "vocab.gguf", tokenizer=False)

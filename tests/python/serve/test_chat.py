@@ -98,6 +98,7 @@ def test_the_answer_is_what_generate_says(
     assert chunks[-1].choices[0].delta.content is None
 
 
+@pytest.mark.slow
 def test_max_completion_tokens_goes_first(client: Client, server: Running) -> None:
     answer = create(client, max_completion_tokens=3, max_tokens=9, extra_body={"ignore_eos": True})
     assert answer.usage.completion_tokens == 3

@@ -387,6 +387,7 @@ def test_states_with_a_stream_or_several_texts_are_refused(client: Client, state
         create(client, extra_body={"layer": 5, "return_hidden_states": states})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ngram", "model", "eagle3"])
 def test_drafters_change_nothing(kind: str, tiny: TinyLlama, tiny_path: Path, tmp_path: Path) -> None:
     drafter = {

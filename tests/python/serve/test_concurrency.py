@@ -69,6 +69,7 @@ async def answer(client: Client, number: int) -> tuple[str, Any]:
     return "".join(pieces), None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", [None, "ngram"])
 def test_sixteen_clients_at_once_get_what_each_gets_alone(
     tiny_chat_path: Path, tiny_model: lt.Model, drafter: str | None
@@ -167,6 +168,7 @@ def test_a_text_that_waits_streams_after_the_one_before_it(
         assert first > last - 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_decode_that_fails_is_an_error_of_those_under_way(
     tiny_chat_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool

@@ -37,6 +37,7 @@ def limits(**short: float) -> ConnectionOptions:
     return ConnectionOptions(**{**dict.fromkeys(names, LONG), **short})  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("limit", "sent", "drip", "status"),
     [
@@ -74,6 +75,7 @@ def test_a_request_that_does_not_arrive_is_given_up(
         assert server.states(input="a")["shape"] == [2, 64]
 
 
+@pytest.mark.slow
 def test_times_are_of_one_request(tiny_path: Path) -> None:
     """A connection may outlive each of the limits."""
     options = ConnectionOptions(header_timeout=2, body_timeout=2, idle_timeout=2, send_timeout=2)
@@ -87,6 +89,7 @@ def test_times_are_of_one_request(tiny_path: Path) -> None:
             time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_an_idle_connection_is_closed(tiny_path: Path) -> None:
     # More than the 5 s that uvicorn gives them.
     seconds = 6.0
@@ -126,6 +129,7 @@ def reader(server: Running, n_tokens: int) -> socket.socket:
     return client
 
 
+@pytest.mark.slow
 def test_who_reads_nothing_is_given_up(tiny_path: Path) -> None:
     options = limits(send_timeout=SHORT)
     with running([tiny_options(tiny_path)], None, options) as server, reader(server, 20_000):
@@ -165,6 +169,7 @@ def test_a_client_that_pauses_is_the_servers_affair_alone() -> None:
     assert b"".join(asyncio.run(main())) == b"a" * 2**18 + b"b"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", ["_update_phase", "_check_sending"])
 def test_a_connection_that_cannot_be_checked_is_closed(
     tiny_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -214,6 +219,7 @@ def one_response(client: socket.socket) -> bytes:
     return received
 
 
+@pytest.mark.slow
 def test_the_oldest_that_waits_makes_room(tiny_path: Path) -> None:
     options = ConnectionOptions(max_connections=4)
     with running([tiny_options(tiny_path)], None, options) as server, contextlib.ExitStack() as stack:

@@ -79,6 +79,7 @@ def test_a_stream(server: Running) -> None:
     assert found.text.endswith("data: [DONE]\n\n")
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("origin", [ORIGIN, *OTHERS])
 def test_without_the_option_nobody_does(origin: str, tiny_path: Path) -> None:
     with running([tiny_options(tiny_path)]) as server:

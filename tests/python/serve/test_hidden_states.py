@@ -422,6 +422,7 @@ def test_presets_of_one_name(tiny_path: Path, tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_one_prompt_of_several_that_is_too_long(tiny: TinyLlama, tmp_path: Path) -> None:
     path = tiny.write(tmp_path / "tiny.gguf")
     with running([tiny_options(path)]) as server:

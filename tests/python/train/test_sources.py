@@ -41,6 +41,7 @@ def by_tokens(samples: list[Sample]) -> list[Sample]:
     return sorted(samples, key=lambda one: one.input_ids.tolist())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layers", [EAGLE3, ("norm",), (-1,), (2, -1)], ids=str)
 @pytest.mark.parametrize("drafting", [False, True])
 def test_both_sources_give_the_same_samples(
