@@ -12,20 +12,20 @@ from llamatap.errors import Error
 
 __all__ = ["main"]
 
-# Their values may begin with a minus sign, which argparse would take for an option.
+# Options whose values may begin with a minus sign; argparse would take such a value for an option.
 _SIGNED = ("--layers", "--verifier-layers", "--window", "--text", "--tokens", "--chat", "--prompt", "--stop")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the result is the exit status."""
+    """Run a command and return the exit status."""
     parsed = _parser().parse_args(_joined(sys.argv[1:] if arguments is None else arguments))
     try:
         status: int = parsed.run(parsed)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever reads has enough. What is still buffered must not be tried again at exit.
+        # The reader has closed the pipe. What is still buffered must not be written at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # as of a program that SIGPIPE ends
+        return 141  # as if SIGPIPE had ended the program
     except (Error, OSError) as error:
         print(f"llamatap: {error}", file=sys.stderr)
         return 1
@@ -47,7 +47,7 @@ def _joined(arguments: Sequence[str]) -> list[str]:
 
 
 class _Version(argparse.Action):
-    """Prints the version; importing the core for it is left until someone asks."""
+    """Prints the version."""
 
     def __init__(self, option_strings: Sequence[str], dest: str) -> None:
         super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help="print the version")

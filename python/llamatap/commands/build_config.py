@@ -1,4 +1,4 @@
-"""``llamatap build-config``: how this build was made."""
+"""``llamatap build-config``: print how this build was made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``llamatap dataset``: hidden states of a data set's samples, as trainers read them."""
+"""``llamatap dataset``: write the hidden states of a data set, as trainers read them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--convention",
         choices=list(CONVENTIONS),
         default="llamatap",
-        help="how --layers counts (default: llamatap, which is vLLM's)",
+        help="the numbering of --layers (default: llamatap, which is vLLM's)",
     )
     # The names are those of llamatap.dataset.LAYOUTS, which takes long to import.
     parser.add_argument(
@@ -70,23 +70,36 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         default=1,
         help="leave out samples with fewer tokens in the loss mask (default: 1)",
     )
-    parser.add_argument("--chat-template", type=Path, metavar="FILE", help="in place of the model's own")
     parser.add_argument(
-        "--template-variables", metavar="JSON", help='for the chat template: {"enable_thinking": false}'
+        "--chat-template", type=Path, metavar="FILE", help="a chat template in place of the model's own"
     )
-    parser.add_argument("--date", metavar="YYYY-MM-DD", help="what chat templates take for today")
+    parser.add_argument(
+        "--template-variables",
+        metavar="JSON",
+        help='variables for the chat template: {"enable_thinking": false}',
+    )
+    parser.add_argument("--date", metavar="YYYY-MM-DD", help="the date that chat templates take for today")
     parser.add_argument(
         "--supervise-empty-thoughts",
         action="store_true",
-        help="let the loss count in the empty <think> blocks that a chat template adds",
+        help="include the empty <think> blocks that a chat template adds in the loss mask",
     )
-    parser.add_argument("--on-error", choices=("skip", "stop"), default="skip", help="(default: skip)")
-    parser.add_argument("--resume", action="store_true", help="go on with what the folder holds")
-    parser.add_argument("--rank", type=int, default=0, help="which of the workers this is, from 0")
-    parser.add_argument("--world-size", type=int, default=1, help="workers that share the work (default: 1)")
-    parser.add_argument("--batch-tokens", type=int, default=512, help="computed at once (default: 512)")
+    parser.add_argument(
+        "--on-error",
+        choices=("skip", "stop"),
+        default="skip",
+        help="skip or stop at samples that fail (default: skip)",
+    )
+    parser.add_argument("--resume", action="store_true", help="continue the data set in the folder")
+    parser.add_argument("--rank", type=int, default=0, help="the rank of this worker, from 0")
+    parser.add_argument(
+        "--world-size", type=int, default=1, help="workers that share the samples (default: 1)"
+    )
+    parser.add_argument(
+        "--batch-tokens", type=int, default=512, help="tokens computed at once (default: 512)"
+    )
     add_threads(parser, "--n-threads")
-    parser.add_argument("--dry-run", action="store_true", help="tell what would be written, and stop")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be written, and stop")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     add_loading(parser)
     parser.set_defaults(run=run)

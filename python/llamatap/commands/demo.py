@@ -1,4 +1,4 @@
-"""``llamatap demo``: how a prompt changes over the layers."""
+"""``llamatap demo``: show how a prompt changes over the layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``llamatap fetch``: a small model into the cache folder."""
+"""``llamatap fetch``: download a small model into the cache folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["add", "run"]
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("fetch", help="bring a small model into the cache folder")
+    parser = commands.add_parser("fetch", help="download a small model into the cache folder")
     parser.add_argument("name", help="smollm2")
     parser.set_defaults(run=run)
 
