@@ -103,7 +103,7 @@ doctest:
 	  fi; }
 
 # The folder that the package was compiled in: its objects serve tests and clang-tidy.
-CORE_BUILD = $(firstword $(wildcard build/$(shell $(BIN)/python -c "import sys; print('cp%d%d' % sys.version_info[:2])")-*-Release))
+CORE_BUILD = $(shell ls -d build/cp$$($(BIN)/python -c "import sys; print('%d%d' % sys.version_info[:2])")-*-Release)
 
 test-cpp: $(VENV)/.installed | doctest
 	$(BIN)/cmake "$(CORE_BUILD)" >/dev/null

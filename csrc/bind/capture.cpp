@@ -36,7 +36,7 @@ py::array view_of(const std::shared_ptr<Block>& block, const std::vector<py::ssi
   auto owner = std::make_unique<std::shared_ptr<Block>>(block);
   const py::capsule base(owner.get(),
                          [](void* pointer) { delete static_cast<std::shared_ptr<Block>*>(pointer); });
-  owner.release();  // the capsule deletes it
+  static_cast<void>(owner.release());  // the capsule deletes it
   py::array array(type, shape, {}, block->data(), base);
   if (!writable) array.attr("setflags")(py::arg("write") = false);
   return array;

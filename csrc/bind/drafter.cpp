@@ -27,7 +27,7 @@ void process(Drafter& drafter, const Batch& batch, const std::optional<Floats>& 
     throw InvalidInput("the drafter takes the target's states of the batch, (" + std::to_string(copy.size()) +
                        ", " + std::to_string(width) + ") float32 values");
   }
-  const float* values = width > 0 ? states->data() : nullptr;
+  const float* values = states && width > 0 ? states->data() : nullptr;
   const Poll poll = signal_poll();
   const GilReleased released;
   drafter.process(copy, values, poll);
@@ -37,6 +37,7 @@ void process(Drafter& drafter, const Batch& batch, const std::optional<Floats>& 
 std::vector<std::tuple<Ints, std::optional<Floats>, std::optional<Floats>>> draft(
     Drafter& drafter, const std::vector<Request>& given) {
   std::vector<DraftRequest> requests;
+  requests.reserve(given.size());
   for (const auto& [seq, token, position, n_max, seed] : given) {
     requests.push_back({seq, token, position, n_max, seed});
   }

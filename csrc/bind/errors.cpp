@@ -6,6 +6,7 @@
 namespace llamatap::bind {
 
 void register_errors(py::module_&) {
+  // NOLINTNEXTLINE(performance-unnecessary-value-param): pybind11 takes a plain function.
   py::register_exception_translator([](std::exception_ptr pending) {
     try {
       if (pending) std::rethrow_exception(pending);

@@ -19,6 +19,7 @@ std::map<std::string, Value> to_python(const Metadata& metadata) {
             return to_str(content);
           } else if constexpr (std::is_same_v<Content, std::vector<std::string>>) {
             std::vector<py::str> strings;
+            strings.reserve(content.size());
             for (const auto& text : content) strings.push_back(to_str(text));
             return strings;
           } else {

@@ -101,13 +101,14 @@ std::tuple<Ints, Floats, std::optional<Floats>, std::optional<Floats>> decode(
   const int32_t width = spec.n_state();
   const int32_t n_vocab = spec.context()->model()->vocab().size();
   check_index("top_k", top_k, 1, n_vocab);
+  const float* state = states ? states->data() : nullptr;
   Batch batch = width > 0 ? Batch::of_pairs(width) : Batch();
   std::vector<int32_t> rows;
   for (py::ssize_t i = 0; i < tokens.size(); ++i) {
     const std::vector<int32_t> sequence{seqs.at(i)};
     const bool output = outputs[static_cast<size_t>(i)];
     if (width > 0) {
-      batch.add_pair(tokens.at(i), states->data(i, 0), positions.at(i), sequence, output);
+      batch.add_pair(tokens.at(i), state + i * width, positions.at(i), sequence, output);
     } else {
       batch.add(tokens.at(i), positions.at(i), sequence, output);
     }

@@ -14,9 +14,8 @@ thread_local bool throws = false;
 void on_abort(const char* message) {
   if (throws) throw EngineAborted(message);
   const char note[] = "\nllamatap: the engine aborted the process; please report this\n";
-  ssize_t written = write(STDERR_FILENO, message, std::strlen(message));
-  written = write(STDERR_FILENO, note, sizeof note - 1);
-  (void)written;
+  if (write(STDERR_FILENO, message, std::strlen(message)) < 0) return;
+  if (write(STDERR_FILENO, note, sizeof note - 1) < 0) return;
 }
 
 }  // namespace
