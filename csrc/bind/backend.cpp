@@ -8,15 +8,17 @@
 
 namespace llamatap::bind {
 
-void register_backend(py::module_& module) {
+namespace {
+
+void def_lifetime(py::module_& module) {
   module.def(
       "load_backends",
       [](const std::string& folder) {
-        // Loading a GPU back end can take a second; it touches no Python object.
+        // Loading a GPU back end can take a second.
         const GilReleased released;
         load_backends(folder);
       },
-      py::arg("folder"), "Load the engine's back ends from a folder, once for the process.");
+      py::arg("folder"), "Load the engine's back ends from a folder, once per process.");
 
   module.def(
       "shut_down",
@@ -24,8 +26,10 @@ void register_backend(py::module_& module) {
         const GilReleased released;
         Activity::end();
       },
-      "Stop all running work and refuse new: for the interpreter's exit.");
+      "Stop all running work and refuse new work, before the interpreter exits.");
+}
 
+void def_facts(py::module_& module) {
   module.def(
       "devices",
       [] {
@@ -40,10 +44,10 @@ void register_backend(py::module_& module) {
         }
         return result;
       },
-      "The devices that the loaded back ends offer.");
+      "Devices of the loaded back ends.");
 
   module.def("cpu_features", &cpu_features,
-             "What the CPU back end was compiled for: (feature, value) pairs.");
+             "CPU features that the CPU back end was compiled for: (feature, value) pairs.");
 
   module.def(
       "build_info",
@@ -55,8 +59,14 @@ void register_backend(py::module_& module) {
             {"openmp", LLAMATAP_OPENMP},
         };
       },
-      "What this build was made of.");
+      "Versions and options of this build.");
+}
 
+}  // namespace
+
+void register_backend(py::module_& module) {
+  def_lifetime(module);
+  def_facts(module);
   module.def(
       "drain_log",
       [] {
@@ -67,7 +77,7 @@ void register_backend(py::module_& module) {
         }
         return lines;
       },
-      "The engine's log lines since the last call: (logging level, text), oldest first.");
+      "Log lines of the engine since the last call: (logging level, text), oldest first.");
 }
 
 }  // namespace llamatap::bind

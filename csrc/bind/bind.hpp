@@ -26,14 +26,14 @@ void register_drafter(py::module_& module);
 void register_verify(py::module_& module);
 void register_logprobs(py::module_& module);
 
-/// Text from the engine or from a model file, which may hold any bytes: what is no UTF-8 becomes U+FFFD.
+/// Text from the engine or a model file; bytes that are not UTF-8 become U+FFFD.
 inline py::str to_str(const std::string& text) {
   return py::reinterpret_steal<py::str>(
       PyUnicode_DecodeUTF8(text.data(), static_cast<py::ssize_t>(text.size()), "replace"));
 }
 
-/// Closes two loopholes of a bound class: an object made without __init__ would be uninitialised memory, and
-/// old pickle protocols call the base class of all bindings, which ends the process.
+/// Makes two uses of a bound class raise TypeError instead of crashing: objects made without __init__
+/// (uninitialised memory), and pickling by old protocols, which call the base class of all bindings.
 template <typename Class>
 void seal(Class& bound) {
   using Type = typename Class::type;
@@ -46,7 +46,7 @@ void seal(Class& bound) {
   });
 }
 
-/// C-contiguous arrays, taken as they are.
+/// C-contiguous arrays, not converted.
 using Ints = py::array_t<int32_t, py::array::c_style>;
 using Floats = py::array_t<float, py::array::c_style>;
 

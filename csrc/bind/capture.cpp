@@ -11,7 +11,6 @@ namespace llamatap::bind {
 
 namespace {
 
-/// "float32", "float16" or "bfloat16".
 DType parse_dtype(const std::string& name) {
   if (name == "float32") return DType::f32;
   if (name == "float16") return DType::f16;
@@ -27,7 +26,7 @@ Pooling parse_pooling(const std::string& name) {
   throw InvalidInput("pooling must be mean, last or max, not " + name);
 }
 
-/// A view of the block that keeps it alive. bfloat16 comes as uint16, which NumPy knows.
+/// An array that views the block and keeps it alive. bfloat16 as uint16: NumPy has no bfloat16.
 py::array view_of(const std::shared_ptr<Block>& block, const std::vector<py::ssize_t>& shape, DType dtype,
                   bool writable) {
   const py::dtype type = dtype == DType::f32   ? py::dtype::of<float>()
@@ -48,7 +47,7 @@ using ConstMap = std::shared_ptr<LayerMap>;
 /// (tokens, begin, end, pooling, out as bytes)
 using Job = std::tuple<Ints, int32_t, int32_t, std::string, Bytes>;
 
-/// A poll that asks a function of Python's, too. What the function raises comes out of the call.
+/// A poll that also calls a Python function. Exceptions of the function end the engine call.
 Poll cancellable(const Poll& signals, const std::optional<py::typing::Callable<bool()>>& cancelled) {
   if (!cancelled) return signals;
   return [signals, function = cancelled->ptr()] {
@@ -77,7 +76,7 @@ bool run_extract(Context& context, const ConstMap& map, const std::vector<int32_
     jobs.push_back(std::move(job));
   }
   const Poll poll = cancellable(signal_poll(), cancelled);
-  // `given` holds the arrays until this returns; no Python object but `cancelled` is touched in between.
+  // `given` keeps the arrays alive; only `cancelled` is called, with the GIL re-acquired.
   const GilReleased released;
   return extract(context, map, slots, dtype, jobs, poll);
 }
@@ -112,14 +111,14 @@ std::tuple<py::array, Ints> run_tapped(Context& context, const ConstMap& map,
 
 void register_layer_map(py::module_& module) {
   py::class_<LayerMap, std::shared_ptr<LayerMap>> bound(
-      module, "LayerMap", "Map from each layer of a model to the node of the engine's graph that gives it.");
+      module, "LayerMap", "Maps each layer of a model to its node in the engine's graph.");
   seal(bound);
   bound
       .def_static(
           "resolve",
           [](const std::shared_ptr<Model>& model) {
             const GilReleased released;
-            // Bound as a holder of non-const; nothing in it can be changed from Python.
+            // pybind11 needs a non-const holder; Python cannot change the map.
             return std::const_pointer_cast<LayerMap>(LayerMap::resolve(model));
           },
           py::arg("model"))
@@ -137,7 +136,7 @@ void register_layer_map(py::module_& module) {
             return nodes;
           },
           "By slot (0..n, then the norm): the node's name, and whether it has rows for outputs only. The "
-          "norm's name is empty where the model has none.")
+          "norm's name is empty when the model has none.")
       .def_property_readonly(
           "hooked",
           [](const LayerMap& map) {
@@ -145,7 +144,7 @@ void register_layer_map(py::module_& module) {
             for (const auto& source : map.sources()) hooked.push_back(source.hooked);
             return hooked;
           },
-          "By slot: whether the engine's own hook gives the same node.");
+          "By slot: whether the engine's layer-input hook gives the same node.");
 }
 
 }  // namespace
@@ -163,10 +162,10 @@ void register_capture(py::module_& module) {
         return view_of(std::make_shared<Block>(bytes), shape, type, true);
       },
       py::arg("shape"), py::arg("dtype"),
-      "A writable array in memory of our own, aligned to 64 bytes, not initialised; bfloat16 as uint16.");
+      "A writable array, aligned to 64 bytes, not initialised; bfloat16 as uint16.");
   register_layer_map(module);
 
-  // Methods of a class that register_context() has made.
+  // register_context() made this class.
   py::reinterpret_borrow<py::class_<Context, std::shared_ptr<Context>>>(module.attr("Context"))
       .def("decode_tapped", &run_tapped, py::arg("map"), py::arg("slots"), py::arg("dtype"),
            py::arg("outputs_only"), py::arg("batch"), py::arg("way") = "automatic",
@@ -174,8 +173,8 @@ void register_capture(py::module_& module) {
            "callback, hooks, or automatic: the faster one.")
       .def("extract", &run_extract, py::arg("map"), py::arg("slots"), py::arg("dtype"),
            py::arg("jobs").noconvert(), py::arg("cancelled") = std::nullopt,
-           "Capture without logits: jobs are (tokens, begin, end, pooling, out as bytes), a sequence each. "
-           "`cancelled` is asked about every 50 ms; when it says so, CancelledError is raised. Returns "
+           "Capture without logits: jobs are (tokens, begin, end, pooling, out as bytes), one sequence each. "
+           "`cancelled` is called about every 50 ms; when it returns True, CancelledError is raised. Returns "
            "whether all values of the last wanted layer are finite.");
 }
 

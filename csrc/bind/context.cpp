@@ -1,11 +1,23 @@
 #include "engine/context/context.hpp"
 
 #include "bind/bind.hpp"
-#include "bind/context_options.hpp"
+#include "bind/options.hpp"
 
 namespace llamatap::bind {
 
 namespace {
+
+constexpr auto kContextOptions =
+    std::tuple_cat(kDraftContextOptions, std::tuple{
+                                             Option{"n_rs_seq", &ContextOptions::n_rs_seq},
+                                             Option{"n_outputs_max", &ContextOptions::n_outputs_max},
+                                             Option{"swa_full", &ContextOptions::swa_full},
+                                         });
+
+std::shared_ptr<Context> make_context(const std::shared_ptr<Model>& model, const ContextOptions& options) {
+  const GilReleased released;
+  return freed_without_gil(std::make_shared<Context>(model, options));
+}
 
 using Bound = py::class_<Context, std::shared_ptr<Context>>;
 
@@ -46,12 +58,10 @@ void def_memory(Bound& bound) {
 void register_context(py::module_& module) {
   Bound bound(module, "Context", "A model with memory.");
   seal(bound);
-  def_init<std::shared_ptr<Model>>(
-      bound, kContextOptions,
-      [](const std::shared_ptr<Model>& model, const ContextOptions& options) {
-        return freed_without_gil(std::make_shared<Context>(model, options));
-      },
-      py::arg("model"), py::kw_only());
+  def_with_options(kContextOptions, [&](const auto&... options) {
+    bound.def(py::init(with_options<std::shared_ptr<Model>>(kContextOptions, &make_context)),
+              py::arg("model"), py::kw_only(), options...);
+  });
   bound.def_property_readonly("n_ctx", &Context::n_ctx)
       .def_property_readonly("n_ctx_seq", &Context::n_ctx_seq)
       .def_property_readonly("position_limit",

@@ -4,6 +4,7 @@
 #include <tuple>
 
 #include "bind/bind.hpp"
+#include "bind/options.hpp"
 #include "draft/block_drafter.hpp"
 #include "draft/ngram.hpp"
 #include "draft/speculative_context.hpp"
@@ -13,6 +14,18 @@
 namespace llamatap::bind {
 
 namespace {
+
+constexpr std::tuple kSettings{
+    Option{"n_max", &DraftSettings::n_max}, Option{"n_min", &DraftSettings::n_min},
+    Option{"p_min", &DraftSettings::p_min}, Option{"temperature", &DraftSettings::temperature},
+    Option{"seed", &DraftSettings::seed},
+};
+
+std::unique_ptr<Drafter> make_drafter(const std::shared_ptr<SpeculativeContext>& spec,
+                                      const DraftSettings& settings) {
+  if (spec->kind() == DraftKind::dflash) return std::make_unique<BlockDrafter>(spec, settings);
+  return std::make_unique<TokenDrafter>(spec, settings);
+}
 
 /// (sequence, last token, its position, n_max, seed)
 using Request = std::tuple<int32_t, int32_t, int32_t, int32_t, uint32_t>;
@@ -24,7 +37,7 @@ void process(Drafter& drafter, const Batch& batch, const std::optional<Floats>& 
   const bool fits =
       states && states->ndim() == 2 && states->shape(0) == copy.size() && states->shape(1) == width;
   if (width > 0 && !fits) {
-    throw InvalidInput("the drafter takes the target's states of the batch, (" + std::to_string(copy.size()) +
+    throw InvalidInput("the drafter needs the target's states of the batch: (" + std::to_string(copy.size()) +
                        ", " + std::to_string(width) + ") float32 values");
   }
   const float* values = states && width > 0 ? states->data() : nullptr;
@@ -33,7 +46,7 @@ void process(Drafter& drafter, const Batch& batch, const std::optional<Floats>& 
   drafter.process(copy, values, poll);
 }
 
-/// By request: (tokens, probabilities or none, distributions or none).
+/// For each request: (tokens, probabilities or none, distributions or none).
 std::vector<std::tuple<Ints, std::optional<Floats>, std::optional<Floats>>> draft(
     Drafter& drafter, const std::vector<Request>& given) {
   std::vector<DraftRequest> requests;
@@ -65,7 +78,7 @@ std::vector<std::tuple<Ints, std::optional<Floats>, std::optional<Floats>>> draf
 }  // namespace
 
 void register_drafter(py::module_& module) {
-  py::class_<Drafter> bound(module, "Drafter", "Guesses the next tokens of sequences.");
+  py::class_<Drafter> bound(module, "Drafter", "Drafts the next tokens of sequences.");
   seal(bound);
   bound.def("process", &process, py::arg("batch"), py::arg("states").noconvert() = py::none())
       .def("draft", &draft, py::arg("requests"),
@@ -75,24 +88,19 @@ void register_drafter(py::module_& module) {
       .def("accept", &Drafter::accept, py::arg("seq"), py::arg("n"), py::call_guard<GilReleased>())
       .def("reset", &Drafter::reset, py::arg("seq"), py::call_guard<GilReleased>());
 
-  module.def(
-      "speculative_drafter",
-      [](const std::shared_ptr<SpeculativeContext>& spec, int32_t n_max, int32_t n_min, float p_min,
-         float temperature, uint32_t seed) -> std::unique_ptr<Drafter> {
-        const DraftSettings settings{n_max, n_min, p_min, temperature, seed};
-        if (spec->kind() == DraftKind::dflash) return std::make_unique<BlockDrafter>(spec, settings);
-        return std::make_unique<TokenDrafter>(spec, settings);
-      },
-      py::arg("spec"), py::kw_only(), py::arg("n_max"), py::arg("n_min"), py::arg("p_min"),
-      py::arg("temperature"), py::arg("seed"),
-      "A drafter on a draft context: token by token, or a block at a time.");
+  def_with_options(kSettings, [&](const auto&... settings) {
+    module.def("speculative_drafter",
+               with_options<std::shared_ptr<SpeculativeContext>>(kSettings, &make_drafter), py::arg("spec"),
+               py::kw_only(), settings...,
+               "A drafter on a draft context: token by token, or a block at a time.");
+  });
   module.def(
       "ngram_drafter",
       [](int32_t n_longest, int32_t n_shortest, int32_t n_max, int32_t n_min) -> std::unique_ptr<Drafter> {
         return std::make_unique<NGramDrafter>(n_longest, n_shortest, n_max, n_min);
       },
       py::kw_only(), py::arg("n_longest"), py::arg("n_shortest"), py::arg("n_max"), py::arg("n_min"),
-      "A drafter of what followed the same tokens before.");
+      "A drafter of the tokens that followed an earlier occurrence of the last n-gram.");
 }
 
 }  // namespace llamatap::bind

@@ -11,7 +11,7 @@ void register_errors(py::module_&) {
     try {
       if (pending) std::rethrow_exception(pending);
     } catch (const Error& error) {
-      // The classes are Python, where people read them; each C++ error knows its own.
+      // The classes are defined in Python; each C++ error names its own.
       const auto errors = py::module_::import("llamatap.errors");
       py::set_error(errors.attr(error.python_name()), to_str(error.what()));
     } catch (const std::bad_alloc&) {

@@ -12,9 +12,9 @@ namespace llamatap::bind {
 
 namespace py = pybind11;
 
-/// Releases the GIL while it lives. A thread that comes back when the interpreter is going down waits here
-/// for the end of the process: before Python 3.14, taking the GIL then would end the thread by unwinding it,
-/// which nothing survives that an exception of ours is unwinding already.
+/// Releases the GIL while it lives. A thread that returns while the interpreter shuts down waits here until
+/// the process ends: before Python 3.14, taking the GIL would then unwind the thread, which is fatal if an
+/// exception is being thrown already.
 class GilReleased {
  public:
   GilReleased() : state_(PyEval_SaveThread()) {}
@@ -30,7 +30,7 @@ class GilReleased {
   PyThreadState* state_;
 };
 
-/// Whether this thread holds the GIL. (PyGILState_Check always says so once there was a sub-interpreter.)
+/// Whether this thread holds the GIL. (PyGILState_Check is always true once there was a sub-interpreter.)
 inline bool holds_gil() {
 #if PY_VERSION_HEX >= 0x030D0000
   PyThreadState* const current = PyThreadState_GetUnchecked();
@@ -40,7 +40,7 @@ inline bool holds_gil() {
   return current != nullptr && current == PyGILState_GetThisThreadState();
 }
 
-/// The same object, freed without the GIL by whoever drops it last: giving back gigabytes takes long.
+/// The same object, but the last owner frees it without the GIL: freeing gigabytes takes long.
 template <typename Type>
 std::shared_ptr<Type> freed_without_gil(std::shared_ptr<Type> owner) {
   Type* const object = owner.get();
@@ -50,15 +50,15 @@ std::shared_ptr<Type> freed_without_gil(std::shared_ptr<Type> owner) {
       return;
     }
     const GilReleased released;
-    // The process must not end meanwhile: the engine's static objects are needed.
+    // The process must not end meanwhile: freeing needs the engine's static objects.
     const Activity::Return back;
     owner.reset();
   });
 }
 
-/// A poll for calls made without the GIL: takes it, lets pending signal handlers run and throws what they
-/// raise (KeyboardInterrupt). Python runs handlers on its main thread only; elsewhere there is none. To be
-/// called with the GIL held.
+/// A poll for calls made without the GIL: takes it, runs pending signal handlers and throws what they raise
+/// (KeyboardInterrupt). Null on other threads than Python's main thread, which alone runs handlers. Call it
+/// with the GIL held.
 inline Poll signal_poll() {
   const auto threading = py::module_::import("threading");
   const bool is_main = threading.attr("get_ident")().equal(threading.attr("main_thread")().attr("ident"));

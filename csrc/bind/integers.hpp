@@ -12,13 +12,12 @@
 
 namespace llamatap::bind {
 
-/// An integer of Python's or NumPy's, which may be of any size: one that 64 bits do not hold becomes the
-/// nearest that they do, so that range checks speak of it. Neither a bool nor a number with a fraction.
+/// Python or NumPy integer, clamped to int64, so that range checks report it. Rejects bool and float.
 struct Integer {
   int64_t value = 0;
 };
 
-/// Token ids. Anything else raises InvalidInputError, which says what to give, in place of pybind11's
+/// Token ids. Anything else raises InvalidInputError, with what was expected, instead of pybind11's
 /// TypeError.
 struct TokenIds {
   std::vector<Integer> ids;

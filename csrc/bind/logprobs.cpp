@@ -31,7 +31,7 @@ void register_logprobs(py::module_& module) {
         return arrays_of(found);
       },
       py::arg("context"), py::arg("first_row"), py::arg("tokens").noconvert(), py::arg("n_top"),
-      "Of each token in turn, at the outputs first_row, first_row + 1, ...: (its log-probability, the most "
+      "For tokens at the outputs first_row, first_row + 1, ...: (log-probabilities of the tokens, the most "
       "likely ids, their log-probabilities).");
   module.def(
       "logprobs_of",
@@ -41,7 +41,8 @@ void register_logprobs(py::module_& module) {
         add_logprobs(logits.data(), static_cast<int32_t>(logits.size()), token, n_top, found);
         return arrays_of(found);
       },
-      py::arg("logits").noconvert(), py::arg("token"), py::arg("n_top"), "The same of one row of logits.");
+      py::arg("logits").noconvert(), py::arg("token"), py::arg("n_top"),
+      "Like logprobs(), for one token and one row of logits.");
 }
 
 }  // namespace llamatap::bind

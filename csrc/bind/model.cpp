@@ -1,6 +1,7 @@
 #include "engine/model/model.hpp"
 
 #include "bind/bind.hpp"
+#include "bind/options.hpp"
 
 namespace llamatap::bind {
 
@@ -32,6 +33,55 @@ std::map<std::string, Value> to_python(const Metadata& metadata) {
 }
 
 using Bound = py::class_<Model, std::shared_ptr<Model>>;
+
+constexpr std::tuple kOptions{
+    Option{"n_gpu_layers", &ModelOptions::n_gpu_layers},
+    Option{"use_mmap", &ModelOptions::use_mmap},
+    Option{"load_mtp", &ModelOptions::load_mtp},
+    Option{"vocab_only", &ModelOptions::vocab_only},
+    Option{"weights", &ModelOptions::weights},
+    Option{"memory_available", &ModelOptions::memory_available},
+};
+
+std::shared_ptr<Model> load_model(const py::bytes& given_path, const py::object& progress,
+                                  const ModelOptions& options) {
+  const std::string path = given_path;
+  const std::function<bool(float)> report = [&progress](float fraction) {
+    if (Activity::ending()) return true;
+    const py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if (!progress.is_none()) progress(fraction);
+    return false;
+  };
+  // `progress` is only called with the GIL re-acquired.
+  const GilReleased released;
+  return freed_without_gil(Model::load(path, options, report));
+}
+
+void def_load(Bound& bound) {
+  def_with_options(kOptions, [&](const auto&... options) {
+    bound.def_static("load", with_options<py::bytes, py::object>(kOptions, &load_model), py::arg("path"),
+                     py::kw_only(), py::arg("progress"), options...,
+                     "Load a GGUF file. `progress(fraction)` is called about every 50 ms.");
+  });
+}
+
+void def_embeddings(Bound& bound) {
+  bound.def(
+      "token_embeddings",
+      [](const Model& model, const Ints& tokens) {
+        const auto ids = to_vector(tokens);
+        std::vector<float> values;
+        {
+          const GilReleased released;
+          values = model.token_embeddings(ids);
+        }
+        const py::ssize_t rows = tokens.size();
+        const py::ssize_t width = rows == 0 ? model.n_embd() : static_cast<py::ssize_t>(values.size()) / rows;
+        return py::array_t<float>({rows, width}, values.data());
+      },
+      py::arg("tokens").noconvert());
+}
 
 void def_properties(Bound& bound) {
   bound.def_property_readonly("metadata", [](const Model& model) { return to_python(model.metadata()); })
@@ -93,14 +143,22 @@ void def_tokenizer(Bound& bound) {
             const GilReleased released;
             return model.vocab().find(texts);
           },
-          py::arg("texts"), "For each text the token that the file spells so, if there is one.")
+          py::arg("texts"), "For each text: the token with exactly this spelling, or None.")
       .def(
           "is_end_of_generation",
           [](const Model& model, int32_t token) { return model.vocab().is_end_of_generation(token); },
           py::arg("token"))
       .def(
           "is_control", [](const Model& model, int32_t token) { return model.vocab().is_control(token); },
-          py::arg("token"));
+          py::arg("token"))
+      .def(
+          "chat_template",
+          [](const Model& model, const std::optional<std::string>& name) -> std::optional<py::str> {
+            const auto text = model.chat_template(name);
+            if (!text) return std::nullopt;
+            return to_str(*text);
+          },
+          py::arg("name") = py::none());
 }
 
 }  // namespace
@@ -121,54 +179,10 @@ void register_model(py::module_& module) {
 
   Bound bound(module, "Model", "A loaded model.");
   seal(bound);
-  bound
-      .def_static(
-          "load",
-          [](const py::bytes& given_path, int32_t n_gpu_layers, bool use_mmap, bool load_mtp, bool vocab_only,
-             const std::optional<std::string>& weights, uint64_t memory_available,
-             const py::object& progress) {
-            const std::string path = given_path;
-            const ModelOptions options{n_gpu_layers, use_mmap, load_mtp,
-                                       vocab_only,   weights,  memory_available};
-            const std::function<bool(float)> report = [&progress](float fraction) {
-              if (Activity::ending()) return true;
-              const py::gil_scoped_acquire gil;
-              if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-              if (!progress.is_none()) progress(fraction);
-              return false;
-            };
-            // All arguments are converted; `progress` is only touched with the GIL taken back.
-            const GilReleased released;
-            return freed_without_gil(Model::load(path, options, report));
-          },
-          py::arg("path"), py::kw_only(), py::arg("n_gpu_layers"), py::arg("use_mmap"), py::arg("load_mtp"),
-          py::arg("vocab_only"), py::arg("weights"), py::arg("memory_available"), py::arg("progress"),
-          "Load a GGUF file. `progress(fraction)` is called about every 50 ms.")
-      .def(
-          "chat_template",
-          [](const Model& model, const std::optional<std::string>& name) -> std::optional<py::str> {
-            const auto text = model.chat_template(name);
-            if (!text) return std::nullopt;
-            return to_str(*text);
-          },
-          py::arg("name") = py::none())
-      .def(
-          "token_embeddings",
-          [](const Model& model, const Ints& tokens) {
-            const auto ids = to_vector(tokens);
-            std::vector<float> values;
-            {
-              const GilReleased released;
-              values = model.token_embeddings(ids);
-            }
-            const py::ssize_t rows = tokens.size();
-            const py::ssize_t width =
-                rows == 0 ? model.n_embd() : static_cast<py::ssize_t>(values.size()) / rows;
-            return py::array_t<float>({rows, width}, values.data());
-          },
-          py::arg("tokens").noconvert());
+  def_load(bound);
   def_properties(bound);
   def_tokenizer(bound);
+  def_embeddings(bound);
 }
 
 }  // namespace llamatap::bind

@@ -1,26 +1,41 @@
 #include "engine/sampler.hpp"
 
 #include "bind/bind.hpp"
+#include "bind/options.hpp"
 #include "engine/context/context.hpp"
 #include "engine/error.hpp"
 
 namespace llamatap::bind {
 
+namespace {
+
+constexpr std::tuple kOptions{
+    Option{"temperature", &SamplerOptions::temperature},
+    Option{"top_k", &SamplerOptions::top_k},
+    Option{"top_p", &SamplerOptions::top_p},
+    Option{"min_p", &SamplerOptions::min_p},
+    Option{"repeat_penalty", &SamplerOptions::repeat_penalty},
+    Option{"frequency_penalty", &SamplerOptions::frequency_penalty},
+    Option{"presence_penalty", &SamplerOptions::presence_penalty},
+    Option{"penalty_last_n", &SamplerOptions::penalty_last_n},
+    Option{"seed", &SamplerOptions::seed},
+    Option{"logit_bias", &SamplerOptions::logit_bias},
+};
+
+std::unique_ptr<Sampler> make_sampler(const std::shared_ptr<Model>& model, const SamplerOptions& options) {
+  return std::make_unique<Sampler>(model, options);
+}
+
+}  // namespace
+
 void register_sampler(py::module_& module) {
   py::class_<Sampler> bound(module, "Sampler", "The engine's sampler chain.");
   seal(bound);
+  def_with_options(kOptions, [&](const auto&... options) {
+    bound.def(py::init(with_options<std::shared_ptr<Model>>(kOptions, &make_sampler)), py::arg("model"),
+              py::kw_only(), options...);
+  });
   bound
-      .def(py::init([](const std::shared_ptr<Model>& model, float temperature, int32_t top_k, float top_p,
-                       float min_p, float repeat_penalty, float frequency_penalty, float presence_penalty,
-                       int32_t penalty_last_n, uint32_t seed,
-                       const std::vector<std::pair<int32_t, float>>& logit_bias) {
-             return std::make_unique<Sampler>(
-                 model, SamplerOptions{temperature, top_k, top_p, min_p, repeat_penalty, frequency_penalty,
-                                       presence_penalty, penalty_last_n, seed, logit_bias});
-           }),
-           py::arg("model"), py::kw_only(), py::arg("temperature"), py::arg("top_k"), py::arg("top_p"),
-           py::arg("min_p"), py::arg("repeat_penalty"), py::arg("frequency_penalty"),
-           py::arg("presence_penalty"), py::arg("penalty_last_n"), py::arg("seed"), py::arg("logit_bias"))
       .def(
           "sample",
           [](Sampler& sampler, const Context& context, int32_t row) {
@@ -35,7 +50,7 @@ void register_sampler(py::module_& module) {
           "sample_logits",
           [](Sampler& sampler, const py::array_t<float, py::array::c_style>& logits) {
             if (logits.ndim() != 1) throw InvalidInput("logits must be a vector");
-            // `logits` keeps its memory until this returns.
+            // `logits` keeps its memory alive.
             const float* values = logits.data();
             const auto n = static_cast<int32_t>(logits.size());
             const GilReleased released;

@@ -3,7 +3,7 @@
 #include <tuple>
 
 #include "bind/bind.hpp"
-#include "bind/context_options.hpp"
+#include "bind/options.hpp"
 #include "draft/distribution.hpp"
 #include "draft/speculative_context.hpp"
 #include "engine/error.hpp"
@@ -11,6 +11,14 @@
 namespace llamatap::bind {
 
 namespace {
+
+std::shared_ptr<SpeculativeContext> make_context(const std::shared_ptr<Context>& target,
+                                                 const std::shared_ptr<Model>& draft, bool plain,
+                                                 const ContextOptions& options) {
+  const GilReleased released;
+  const DraftKind kind = plain ? DraftKind::model : kind_of(*draft);
+  return freed_without_gil(std::make_shared<SpeculativeContext>(target, draft, kind, options));
+}
 
 const char* name_of(DraftKind kind) {
   switch (kind) {
@@ -38,7 +46,7 @@ Floats encode(SpeculativeContext& spec, const Floats& features) {
   return states;
 }
 
-/// Throws InvalidInput, or Unsupported, unless the arrays are the pairs that the draft decodes.
+/// Throws InvalidInput or Unsupported unless the arrays form pairs that this draft can decode.
 void check_pairs(const SpeculativeContext& spec, const Ints& tokens, const std::optional<Floats>& states,
                  const Ints& positions, const Ints& seqs, const std::vector<bool>& outputs) {
   const py::ssize_t n = tokens.size();
@@ -49,7 +57,7 @@ void check_pairs(const SpeculativeContext& spec, const Ints& tokens, const std::
   }
   if (width == 0 && states) throw InvalidInput("a plain model takes no states");
   if (positions.size() != n || seqs.size() != n || static_cast<py::ssize_t>(outputs.size()) != n) {
-    throw InvalidInput("tokens, positions, seqs and outputs must be of one length");
+    throw InvalidInput("tokens, positions, seqs and outputs must have the same length");
   }
   if (width > 0 && (!states || states->ndim() != 2 || states->shape(0) != n || states->shape(1) != width)) {
     throw InvalidInput("states must be (" + std::to_string(n) + ", " + std::to_string(width) +
@@ -63,7 +71,7 @@ void check_index(const char* name, int32_t value, int32_t first, int32_t last) {
                      std::to_string(last) + ", not " + std::to_string(value));
 }
 
-/// The memory that a decode's results go to: a row for each output.
+/// Output buffers of decode(): one row per output.
 struct DecodeTarget {
   int32_t* ids;
   float* probs;
@@ -92,7 +100,7 @@ void copy_outputs(const SpeculativeContext& spec, const std::vector<int32_t>& ro
   }
 }
 
-/// (top ids, their probabilities, next states or none, logits or none) of the outputs, in order.
+/// (top ids, their probabilities, next states or none, logits or none), by output.
 std::tuple<Ints, Floats, std::optional<Floats>, std::optional<Floats>> decode(
     SpeculativeContext& spec, const Ints& tokens, const std::optional<Floats>& states, const Ints& positions,
     const Ints& seqs, const std::vector<bool>& outputs, int32_t top_k, bool with_logits, int32_t head) {
@@ -125,7 +133,7 @@ std::tuple<Ints, Floats, std::optional<Floats>, std::optional<Floats>> decode(
                             logits ? logits->mutable_data() : nullptr};
   const Poll poll = signal_poll();
   {
-    // No array is copied in here: that counts references, which takes the GIL.
+    // Do not copy arrays here: reference counts need the GIL.
     const GilReleased released;
     const auto held = spec.hold();
     HeadSelection selection(spec);
@@ -140,16 +148,13 @@ std::tuple<Ints, Floats, std::optional<Floats>, std::optional<Floats>> decode(
 
 void register_speculative(py::module_& module) {
   py::class_<SpeculativeContext, std::shared_ptr<SpeculativeContext>> bound(
-      module, "SpeculativeContext", "One context of a draft model for all sequences of a target's.");
+      module, "SpeculativeContext", "Draft model's context, for all sequences of the target.");
   seal(bound);
-  def_init<std::shared_ptr<Context>, std::shared_ptr<Model>, bool>(
-      bound, kDraftContextOptions,
-      [](const std::shared_ptr<Context>& target, const std::shared_ptr<Model>& draft, bool plain,
-         const ContextOptions& options) {
-        const DraftKind kind = plain ? DraftKind::model : kind_of(*draft);
-        return freed_without_gil(std::make_shared<SpeculativeContext>(target, draft, kind, options));
-      },
-      py::arg("target"), py::arg("draft"), py::kw_only(), py::arg("plain"));
+  def_with_options(kDraftContextOptions, [&](const auto&... options) {
+    bound.def(py::init(with_options<std::shared_ptr<Context>, std::shared_ptr<Model>, bool>(
+                  kDraftContextOptions, &make_context)),
+              py::arg("target"), py::arg("draft"), py::kw_only(), py::arg("plain"), options...);
+  });
   bound.def_property_readonly("kind", [](const SpeculativeContext& self) { return name_of(self.kind()); })
       .def_property_readonly("context",
                              [](const SpeculativeContext& self) { return freed_without_gil(self.context()); })
@@ -167,7 +172,7 @@ void register_speculative(py::module_& module) {
       .def("decode", &decode, py::arg("tokens").noconvert(), py::arg("states").noconvert(),
            py::arg("positions").noconvert(), py::arg("seqs").noconvert(), py::arg("outputs"),
            py::arg("top_k"), py::arg("with_logits"), py::arg("head"),
-           "(ids, probabilities, next states or None, logits or None) of the outputs.");
+           "Decode pairs: (ids, probabilities, next states or None, logits or None) of the outputs.");
 }
 
 }  // namespace llamatap::bind

@@ -24,9 +24,9 @@ std::tuple<std::vector<int32_t>, int32_t> run_verify(const Context& context, Sam
                         distributions->shape(1) != n_vocab)) {
     throw InvalidInput("distributions must be (" + std::to_string(draft.size()) + ", " +
                        std::to_string(n_vocab) +
-                       ") float32 values: of each drafted token, the distribution that it was drawn from");
+                       ") float32 values: the distribution that each drafted token was drawn from");
   }
-  // `distributions` keeps its memory until this returns.
+  // `distributions` keeps its memory alive.
   const float* drawn_from = distributions ? distributions->data() : nullptr;
   const GilReleased released;
   auto found = drawn_from == nullptr
@@ -40,7 +40,7 @@ std::tuple<std::vector<int32_t>, int32_t> run_verify(const Context& context, Sam
 void register_verify(py::module_& module) {
   module.def("verify", &run_verify, py::arg("context"), py::arg("sampler"), py::arg("first_row"),
              py::arg("draft").noconvert(), py::arg("distributions").noconvert(), py::arg("end_of_generation"),
-             py::arg("stops"), "(tokens, how many of the draft were accepted).");
+             py::arg("stops"), "Verify a draft: (tokens, number of accepted draft tokens).");
 }
 
 }  // namespace llamatap::bind

@@ -6,8 +6,7 @@
 
 namespace llamatap {
 
-/// Memory of our own that states are captured into; every view on it shares it and the last one frees
-/// it. Aligned to 64 bytes, not initialised.
+/// Buffer for captured states; views share ownership. Aligned to 64 bytes, not initialised.
 class Block {
  public:
   explicit Block(size_t bytes);

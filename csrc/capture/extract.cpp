@@ -17,16 +17,16 @@ bool extract(Context& context, const std::shared_ptr<const LayerMap>& map, const
     const auto length = static_cast<int32_t>(job.tokens.size());
     if (job.begin < 0 || job.begin >= job.end || job.end > length) {
       throw InvalidInput("window [" + std::to_string(job.begin) + ", " + std::to_string(job.end) +
-                         ") is not inside of a prompt of " + std::to_string(length) + " tokens");
+                         ") is outside of a prompt of " + std::to_string(length) + " tokens");
     }
-    // The last row alone is a window, which leaves the last block of the other rows uncomputed.
+    // Last-token pooling needs one row; the others skip the last block.
     const int32_t begin = job.pooling == Pooling::last ? job.end - 1 : job.begin;
     Pool* pool = nullptr;
     if (job.pooling != Pooling::none) {
       pools.push_back(std::make_unique<Pool>(job.pooling, slots.size() * static_cast<size_t>(map->n_embd())));
       pool = pools.back().get();
     }
-    // With causal attention, what comes after the window cannot change it.
+    // With causal attention, tokens after the window cannot change it.
     const int32_t computed = past_only ? job.end : length;
     for (int32_t position = 0; position < computed; ++position) {
       batch.add(job.tokens[position], position, {static_cast<int32_t>(seq)}, false);

@@ -9,18 +9,18 @@
 
 namespace llamatap {
 
-/// One prompt of an extraction and where its states go.
+/// A prompt to extract from, and the memory for its states.
 struct ExtractJob {
   std::vector<int32_t> tokens;
-  int32_t begin = 0;  // the window of positions that is wanted: [begin, end), not empty
+  int32_t begin = 0;  // wanted positions: [begin, end), not empty
   int32_t end = 0;
   Pooling pooling = Pooling::none;
-  std::byte* out = nullptr;  // [end - begin, n_slots, n_embd] of the dtype; [n_slots, n_embd] when pooled
+  std::byte* out = nullptr;  // [end - begin, n_slots, n_embd]; [n_slots, n_embd] when pooled
 };
 
-/// Computes the prompts together, each as a sequence of its own, no further than the last wanted layer,
-/// and writes the wanted rows. The context must be empty and is empty afterwards, whatever happens. Returns
-/// whether all values are finite; if not, NaN may have spread from one prompt to the others.
+/// Computes the prompts in one batch, each as its own sequence, up to the last wanted layer, and writes the
+/// wanted rows. The context must be empty and is empty afterwards, also on error. Returns whether all values
+/// are finite; if not, NaN may have spread between prompts.
 bool extract(Context& context, const std::shared_ptr<const LayerMap>& map, const std::vector<int32_t>& slots,
              DType dtype, const std::vector<ExtractJob>& jobs, const Poll& poll);
 

@@ -9,7 +9,7 @@
 namespace llamatap {
 
 std::shared_ptr<const LayerMap> LayerMap::resolve(const std::shared_ptr<Model>& model) {
-  // Numbers that nothing else in a graph is likely to have.
+  // Row counts that no other dimension of a graph is likely to have.
   constexpr uint32_t kTokens = 11;
   constexpr uint32_t kOutputs = 5;
   ContextOptions options;
@@ -40,7 +40,7 @@ std::shared_ptr<const LayerMap> LayerMap::resolve(const std::shared_ptr<Model>& 
                         node_name(*stream) + ")");
     }
     const bool cropped = stream->ne[1] == kOutputs;
-    // Encoders are not for drafting: the engine does not fill their hooks.
+    // The engine does not fill the hooks of encoders.
     const bool hooked =
         slot < n_layer && !cropped && context.has_memory() && graph.hooked_input(slot) == stream;
     sources.push_back({node_name(*stream), cropped, hooked});

@@ -11,22 +11,21 @@
 
 namespace llamatap {
 
-/// Map from each slot of a model to the graph node that gives it: slot i in 0..n is H_i, slot n+1 is
-/// norm(H_n).
+/// Maps each slot of a model to its graph node: slot i in 0..n is H_i, slot n+1 is norm(H_n).
 class LayerMap {
  public:
-  /// Builds a small graph of the model and finds the residual stream in it. Throws Unsupported when
-  /// a model has none, e.g. when it carries several streams.
+  /// Builds a small graph of the model and finds its residual stream. Throws Unsupported when there is not
+  /// exactly one.
   static std::shared_ptr<const LayerMap> resolve(const std::shared_ptr<Model>& model);
 
   int32_t n_layer() const { return static_cast<int32_t>(sources_.size()) - 2; }
   int32_t n_embd() const { return n_embd_; }
-  /// Whether the model keeps a memory of past tokens; one that does not sees a batch at once.
+  /// Whether the model keeps a memory of past tokens.
   bool has_memory() const { return has_memory_; }
-  /// Whether all of a batch must be computed at once: no memory, or tokens that see later ones.
+  /// Whether a batch must be computed at once: no memory, or attention that is not causal.
   bool at_once() const { return at_once_; }
   int32_t norm_slot() const { return n_layer() + 1; }
-  /// Whether there is a norm(H_n). Where there is none, its slot has a source without a name.
+  /// Whether there is a norm(H_n). If not, the name of its source is empty.
   bool has_norm() const { return has_norm_; }
   const std::vector<LayerSource>& sources() const { return sources_; }
 

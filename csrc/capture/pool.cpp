@@ -16,7 +16,7 @@ void Pool::take(const float* values, size_t offset, size_t count) {
       for (size_t i = 0; i < count; ++i) pooled[i] += double{values[i]};
       break;
     case Pooling::max:
-      // A NaN comes and stays, as in NumPy.
+      // NaN propagates, as in NumPy.
       for (size_t i = 0; i < count; ++i) {
         if (values[i] > pooled[i] || std::isnan(values[i])) pooled[i] = double{values[i]};
       }

@@ -9,14 +9,14 @@ namespace llamatap {
 
 enum class Pooling { none, mean, last, max };
 
-/// Pools rows as they are captured: float64 sums for the mean, so that it does not depend on how
-/// a prompt was cut into batches more than the rows themselves do.
+/// Pools rows as they are captured. Means are summed in float64, so that the order of rows hardly matters.
 class Pool {
  public:
   Pool(Pooling kind, size_t width);
 
-  /// One row of one slot: `count` values at `offset` of the pooled row.
+  /// Adds one row of one slot: `count` values at `offset` of the pooled row.
   void take(const float* values, size_t offset, size_t count);
+  /// Writes the result of `rows` rows.
   void write(size_t rows, DType dtype, std::byte* target) const;
 
  private:

@@ -13,7 +13,7 @@ namespace llamatap {
 namespace {
 
 bool is_finite(const float* values, size_t count) {
-  // By bits, which vectorises: NaN and infinity have all bits of the exponent set.
+  // NaN and infinity have all exponent bits set; comparing bits vectorises.
   constexpr uint32_t kExponent = 0x7f800000;
   bool found = false;
   for (size_t i = 0; i < count; ++i) {
@@ -73,7 +73,7 @@ void Recorder::begin_graph(const Graph& graph) {
     const ggml_tensor* stream = streams.by_slot()[slot];
     if (columns_[slot].empty() || stream == nullptr) continue;
     if (stream->op == GGML_OP_NONE) {
-      // An input, which no node computes: embeddings in the place of tokens.
+      // An input, not computed by a node: embeddings in place of tokens.
       copy(slot, *stream);
     } else {
       wanted_.emplace_back(stream, slot);
@@ -127,7 +127,7 @@ void Recorder::copy(int32_t slot, const ggml_tensor& node) {
     }
     data = reinterpret_cast<const char*>(staging_.data());
   }
-  // The last slot is enough: NaN and infinity of earlier blocks are still in the row.
+  // Checking the last slot is enough: NaN and infinity persist in the residual stream.
   for (size_t i = 0; slot == last_slot_ && i < count; ++i) {
     all_finite_ = all_finite_ && is_finite(reinterpret_cast<const float*>(data + i * stride), width);
   }

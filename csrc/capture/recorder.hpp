@@ -12,7 +12,7 @@
 
 namespace llamatap {
 
-/// Where the states of one entry of a batch go: a row of memory ([n_slots, n_embd]), a pool, or nowhere.
+/// Target of the states of one batch entry: a row ([n_slots, n_embd]), a pool, or none.
 struct RowTarget {
   std::byte* row = nullptr;
   Pool* pool = nullptr;
@@ -20,12 +20,11 @@ struct RowTarget {
   bool wanted() const { return row != nullptr || pool != nullptr; }
 };
 
-/// Copies the wanted nodes of a decode to where they belong, row by row, whatever order the engine
-/// computes them in.
+/// Copies captured nodes to their targets row by row, in any computation order.
 class Recorder : public DecodeObserver {
  public:
-  /// `slots` may repeat and come in any order; `targets` has one entry for each entry of the batch. With
-  /// `by_hooks` the engine's hooks are used, which all slots must have.
+  /// `slots` may repeat, in any order; `targets` has one element per entry of the batch. `by_hooks`: capture
+  /// by layer-input hooks; every slot must have one.
   Recorder(std::shared_ptr<const LayerMap> map, std::vector<int32_t> slots, DType dtype,
            std::vector<RowTarget> targets, bool by_hooks = false);
 
@@ -44,11 +43,11 @@ class Recorder : public DecodeObserver {
   using Wanted = std::vector<std::pair<const ggml_tensor*, int32_t>>::const_iterator;
   std::pair<Wanted, Wanted> slots_of(const ggml_tensor* node) const;
   void copy(int32_t slot, const ggml_tensor& node);
-  /// Rows of a slot, `stride` bytes apart, to where they belong.
+  /// Writes `count` rows of a slot, `stride` bytes apart, to their targets.
   void deliver(int32_t slot, const char* data, size_t stride, size_t count);
 
   std::shared_ptr<const LayerMap> map_;
-  std::vector<std::vector<size_t>> columns_;  // by slot: where it goes in a row, once for each repeat
+  std::vector<std::vector<size_t>> columns_;  // by slot: its columns in a target row
   DType dtype_;
   std::vector<RowTarget> targets_;
   bool any_cropped_ = false;
@@ -57,9 +56,9 @@ class Recorder : public DecodeObserver {
   bool all_finite_ = true;
 
   const Piece* piece_ = nullptr;
-  std::vector<size_t> next_;  // by slot: how many rows of the piece have come
+  std::vector<size_t> next_;  // by slot: rows of the piece received so far
   std::vector<float> staging_;
-  std::vector<std::pair<const ggml_tensor*, int32_t>> wanted_;  // sorted nodes of the graph, with their slots
+  std::vector<std::pair<const ggml_tensor*, int32_t>> wanted_;  // (node, slot), sorted
 };
 
 }  // namespace llamatap

@@ -13,15 +13,15 @@ namespace {
 
 bool is_leaf(const ggml_tensor& tensor) { return tensor.op == GGML_OP_NONE; }
 
-/// The number that all of `text` is; -1 when it is none.
+/// Parses all of `text` as a number; -1 on failure.
 int32_t number(std::string_view text) {
   int32_t value = -1;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   return error == std::errc() && end == text.data() + text.size() ? value : -1;
 }
 
-/// The name of a weight, of a copy of it on another back end ("CUDA0#name#0") too, without what marks it as
-/// an encoder's ("enc.blk.0.attn_norm.weight").
+/// The name of a weight without the marks of a copy on another back end ("CUDA0#name#0") and of an encoder
+/// ("enc.blk.0.attn_norm.weight").
 std::string_view weight_name(std::string_view name) {
   const auto first = name.find('#');
   const auto last = name.rfind('#');
@@ -30,7 +30,7 @@ std::string_view weight_name(std::string_view name) {
   return name.substr(0, kEncoder.size()) == kEncoder ? name.substr(kEncoder.size()) : name;
 }
 
-/// The block that a weight "blk.<i>.<...>" belongs to; -1 when it is of none.
+/// The block of a weight "blk.<i>.<...>"; -1 for other names.
 int32_t block_of_weight(std::string_view name) {
   constexpr std::string_view kPrefix = "blk.";
   if (name.substr(0, kPrefix.size()) != kPrefix) return -1;
@@ -39,14 +39,14 @@ int32_t block_of_weight(std::string_view name) {
   return dot == std::string_view::npos ? -1 : number(name.substr(0, dot));
 }
 
-/// The block that a node "<...>-<i>" is computed in; -1 when its name does not tell.
+/// The block of a node "<...>-<i>"; -1 for other names.
 int32_t block_of_node(std::string_view name) {
   const auto dash = name.rfind('-');
   return dash == std::string_view::npos ? -1 : number(name.substr(dash + 1));
 }
 
-/// The float32 source of `node` other than its weight (source `weight`); null for a look-up in the weight,
-/// whose other source is ids.
+/// The float32 source of `node` besides the source number `weight`; null when the node looks up rows of the
+/// weight by ids.
 const ggml_tensor* data_source(const ggml_tensor& node, int weight) {
   for (int i = 0; i < GGML_MAX_SRC; ++i) {
     if (i != weight && node.src[i] != nullptr && node.src[i]->type == GGML_TYPE_F32) return node.src[i];
@@ -54,7 +54,7 @@ const ggml_tensor* data_source(const ggml_tensor& node, int weight) {
   return nullptr;
 }
 
-/// The input of a norm without weights, of a reshape or of a crop to the outputs; null for any other node.
+/// The input of a reshape, a crop to the outputs or a norm without weights; null for other nodes.
 const ggml_tensor* behind(const ggml_tensor& node) {
   switch (node.op) {
     case GGML_OP_NORM:
@@ -94,24 +94,24 @@ ResidualStreams::ResidualStreams(const Graph& graph, int32_t n_layer, int32_t n_
       found_(static_cast<size_t>(n_layer) + 2, nullptr),
       nearest_(found_.size(), nullptr),
       parts_read_(static_cast<size_t>(n_layer), false) {
-  for (int32_t i = 0; i < graph_.size(); ++i) see(i);
+  for (int32_t i = 0; i < graph_.size(); ++i) visit(i);
 
   const auto before = [](const BlockStart& a, const BlockStart& b) { return a.block < b.block; };
   const bool once_each =
       std::is_sorted(starts_.begin(), starts_.end(), before) &&
       std::find(first_weights_.begin(), first_weights_.end(), nullptr) == first_weights_.end();
-  if (!once_each) see_names();
+  if (!once_each) visit_names();
 
   std::vector<int32_t> first_nodes(static_cast<size_t>(n_layer), -1);
   for (const auto& start : starts_) {
     if (first_nodes[start.block] < 0) first_nodes[start.block] = start.node;
     if (found_[start.block] != nullptr || parts_read_[start.block]) continue;
-    see_block(start, start.block > 0 ? first_nodes[start.block - 1] : -1);
+    visit_block(start, start.block > 0 ? first_nodes[start.block - 1] : -1);
   }
-  if (nearest_[n_layer] == nullptr) see_embeddings();
+  if (nearest_[n_layer] == nullptr) visit_embeddings();
 }
 
-void ResidualStreams::see(int32_t index) {
+void ResidualStreams::visit(int32_t index) {
   const ggml_tensor& node = *graph_.node(index);
   for (int i = 0; i < GGML_MAX_SRC; ++i) {
     const ggml_tensor* weight = node.src[i];
@@ -123,19 +123,19 @@ void ResidualStreams::see(int32_t index) {
       if (first_weights_[block] == nullptr && read != nullptr) first_weights_[block] = weight;
       if (first_weights_[block] == weight && read != nullptr) starts_.push_back({block, index, read});
     } else if (name == "output_norm.weight" || name == "output_norm.bias") {
-      see_output_norm(node, data_source(node, i));
+      visit_output_norm(node, data_source(node, i));
     }
   }
   if (nearest_[n_layer_] == nullptr && std::string_view(node.name) == "result_norm") {
-    // Its weight and bias, whatever they are called, are leaves.
+    // Its weight and bias are leaves, whatever their names.
     const auto* read = &node;
     while ((read->op == GGML_OP_MUL || read->op == GGML_OP_ADD) && is_leaf(*read->src[1]))
       read = read->src[0];
-    see_output_norm(node, read);
+    visit_output_norm(node, read);
   }
 }
 
-void ResidualStreams::see_names() {
+void ResidualStreams::visit_names() {
   starts_.clear();
   std::vector<bool> started(static_cast<size_t>(n_layer_), false);
   for (int32_t i = 0; i < graph_.size(); ++i) {
@@ -147,7 +147,7 @@ void ResidualStreams::see_names() {
   }
 }
 
-void ResidualStreams::see_block(const BlockStart& start, int32_t previous) {
+void ResidualStreams::visit_block(const BlockStart& start, int32_t previous) {
   const auto computed_since = [&](const ggml_tensor* node) {
     for (int32_t i = start.node - 1; i > previous; --i) {
       if (graph_.node(i) == node) return true;
@@ -159,8 +159,8 @@ void ResidualStreams::see_block(const BlockStart& start, int32_t previous) {
   for (const auto* node = start.read; node != nullptr; node = behind(*node)) {
     node = graph_.original(node);
     if (node->ne[0] == n_embd_ && is_part(*node)) parts_read_[start.block] = true;
-    // Where the residual add takes what the norm gives, one node alone reads the stream; the engine's own
-    // hook tells that it is one. Both may read it through one reshape (rwkv).
+    // Usually norm and residual add both read the stream, perhaps through one reshape (rwkv). Where the add
+    // reads the norm's result, only the engine's hook confirms the stream.
     const bool read_twice = graph_.readers(node) >= 2 || node == hooked || reshaped;
     reshaped = read_twice && node->op == GGML_OP_RESHAPE;
     if (!is_stream(start.block, *node)) continue;
@@ -169,10 +169,10 @@ void ResidualStreams::see_block(const BlockStart& start, int32_t previous) {
   }
 }
 
-void ResidualStreams::see_output_norm(const ggml_tensor& norm, const ggml_tensor* read) {
+void ResidualStreams::visit_output_norm(const ggml_tensor& norm, const ggml_tensor* read) {
   found_[n_layer_ + 1] = nearest_[n_layer_ + 1] = &norm;
   if (nearest_[n_layer_] != nullptr) return;
-  // After the last block the norm alone reads the stream.
+  // After the last block, only the norm reads the stream.
   for (const auto* node = read; node != nullptr; node = behind(*node)) {
     node = graph_.original(node);
     if (!is_stream(n_layer_, *node)) continue;
@@ -181,10 +181,10 @@ void ResidualStreams::see_output_norm(const ggml_tensor& norm, const ggml_tensor
   }
 }
 
-void ResidualStreams::see_embeddings() {
+void ResidualStreams::visit_embeddings() {
   const ggml_tensor* result = graph_.embeddings();
   if (result == nullptr || graph_.readers(result) > 0 || !is_stream(n_layer_, *result)) return;
-  // The weight and the bias of the norm that ends the last block.
+  // Expect the weight and bias of the norm that ends the last block.
   bool ends_block = false;
   for (const auto* node = result; node->op == GGML_OP_MUL || node->op == GGML_OP_ADD; node = node->src[0]) {
     if (!is_leaf(*node->src[1])) break;
@@ -197,10 +197,9 @@ void ResidualStreams::see_embeddings() {
 }
 
 bool ResidualStreams::is_stream(int32_t slot, const ggml_tensor& node) const {
-  // Embeddings in the place of tokens enter by another node.
+  // Embeddings in place of tokens enter by another node.
   if (known_ != nullptr && slot > 0 && (*known_)[slot].node != node_name(node)) return false;
-  // Not one of several streams, unless it is the text's part of embeddings that have room for more
-  // (deepstack).
+  // One of several streams does not count, except the text part of wider input embeddings (deepstack).
   const bool part = is_part(node) && !(slot == 0 && &node == graph_.input_embeddings());
   return node.type == GGML_TYPE_F32 && node.ne[0] == n_embd_ && node.ne[2] == 1 && node.ne[3] == 1 && !part;
 }

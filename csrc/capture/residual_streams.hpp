@@ -10,32 +10,31 @@ struct ggml_tensor;
 
 namespace llamatap {
 
-/// A node that the engine computes: the name that the model's code gave it, its operation where it gave none.
+/// The graph node of a slot.
 struct LayerSource {
-  std::string node;
-  /// Whether the node has rows for the outputs of a batch only: the engine crops the last block.
+  std::string node;  // see node_name()
+  /// Whether the node has rows for the outputs only: the engine crops the last block.
   bool cropped = false;
-  /// Whether the engine's own hook for the input of this layer gives the same node.
+  /// Whether the engine's layer-input hook gives the same node.
   bool hooked = false;
 };
 
-/// The residual stream in a graph, found by what reads it and not by its name. The first nodes of block i are
-/// those that use the weight of it that comes first. H_i is what they read or what lies before that behind
-/// norms without weights and reshapes; of these, the furthest that the residual add reads too and that block
-/// i-1 had a part in. H_n is what the output norm reads; without such a norm (post-norm encoders, whose
-/// blocks end in norms of their own), what the last block gives. A model that runs through the same blocks
-/// several times has a slot for each run.
+/// Finds the residual stream in a graph by its readers, not by its name. Block i starts with the nodes that
+/// use its first weight. H_i is their input, or a tensor before it (behind reshapes and norms without
+/// weights): the furthest one that the residual add also reads and that block i-1 contributed to. H_n is the
+/// input of the output norm; without that norm (post-norm encoders), the result of the last block. A model
+/// that runs the same blocks several times has a slot for each run.
 class ResidualStreams {
  public:
-  /// `known` are the sources found in a graph of several tokens: a batch of one has tensors that look like
-  /// streams and are none. Null when they are not known yet.
+  /// `known`: the sources found in a graph of several tokens, because in a batch of one token other tensors
+  /// have the shape of a stream. Null when not known yet.
   ResidualStreams(const Graph& graph, int32_t n_layer, int32_t n_embd, const std::vector<LayerSource>* known);
 
-  /// H_0..H_n, then norm(H_n); null where there is no single stream.
+  /// H_0..H_n, then norm(H_n); null when there is no single stream.
   const std::vector<const ggml_tensor*>& by_slot() const { return found_; }
-  /// Whether the last block gives the embeddings itself: there is no norm(H_n).
+  /// Whether the last block gives the embeddings: there is no norm(H_n).
   bool ends_without_norm() const { return ends_without_norm_; }
-  /// The tensor that the block of a slot was seen to read; null when the graph has no such block.
+  /// The tensor that the block of a slot reads; null when the graph has no such block.
   const ggml_tensor* nearest(int32_t slot) const { return nearest_[slot]; }
 
  private:
@@ -46,12 +45,12 @@ class ResidualStreams {
     const ggml_tensor* read;
   };
 
-  void see(int32_t index);
-  void see_output_norm(const ggml_tensor& norm, const ggml_tensor* read);
-  void see_embeddings();
-  /// The starts of blocks by the names of their nodes.
-  void see_names();
-  void see_block(const BlockStart& start, int32_t previous);
+  void visit(int32_t index);
+  void visit_output_norm(const ggml_tensor& norm, const ggml_tensor* read);
+  void visit_embeddings();
+  /// Finds the starts of blocks by the names of their nodes.
+  void visit_names();
+  void visit_block(const BlockStart& start, int32_t previous);
   bool is_stream(int32_t slot, const ggml_tensor& node) const;
 
   const Graph& graph_;
@@ -62,11 +61,11 @@ class ResidualStreams {
   std::vector<BlockStart> starts_;
   std::vector<const ggml_tensor*> found_;
   std::vector<const ggml_tensor*> nearest_;
-  std::vector<bool> parts_read_;  // by block: whether its first read is of one of several streams
+  std::vector<bool> parts_read_;  // by block: whether it reads one of several streams
   bool ends_without_norm_ = false;
 };
 
-/// The name that the model's code gave to a node; its operation in brackets where it gave none.
+/// The name of a node; its operation in brackets when the model's code gave it none.
 std::string node_name(const ggml_tensor& node);
 
 }  // namespace llamatap

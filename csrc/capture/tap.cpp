@@ -10,7 +10,7 @@ namespace {
 
 bool takes_hooks(const Context& context, const LayerMap& map, const TapPlan& plan, const Batch& batch) {
   if (plan.way != TapWay::automatic) return plan.way == TapWay::hooks;
-  // Embeddings in the place of tokens may enter by a node without a hook.
+  // Embeddings in place of tokens may enter by a node without a hook.
   if (!context.model()->on_gpu() || batch.has_embeddings()) return false;
   return std::all_of(plan.slots.begin(), plan.slots.end(),
                      [&](int32_t slot) { return map.sources().at(static_cast<size_t>(slot)).hooked; });

@@ -10,11 +10,11 @@
 
 namespace llamatap {
 
-/// The way by which states leave the graph: the engine's hooks where all slots have one and the model is on a
-/// GPU, where stopping between nodes costs; the graph's callback elsewhere. Both give the same bits.
+/// How states are captured: by the engine's layer-input hooks, or by the graph callback, which stops between
+/// nodes (slow on a GPU). Automatic: hooks on a GPU when all slots have one. Both give the same bits.
 enum class TapWay { automatic, callback, hooks };
 
-/// The request of a tap: slots, dtype and rows to capture in each decode.
+/// Slots, dtype and rows to capture in each decode.
 struct TapPlan {
   std::vector<int32_t> slots;
   TapWay way = TapWay::automatic;
@@ -24,10 +24,10 @@ struct TapPlan {
 
 struct Tapped {
   std::shared_ptr<Block> block;  // [rows, n_slots, n_embd]
-  std::vector<int32_t> rows;     // the entries of the batch that have a row, in batch order
+  std::vector<int32_t> rows;     // captured entries of the batch, in batch order
 };
 
-/// Decodes the batch, logits included, and captures the states that the plan names.
+/// Decodes the batch, logits included, and captures the planned states.
 Tapped decode_tapped(Context& context, const std::shared_ptr<const LayerMap>& map, const TapPlan& plan,
                      const Batch& batch, const Poll& poll);
 

@@ -20,7 +20,7 @@ BlockDrafter::BlockDrafter(std::shared_ptr<SpeculativeContext> spec, const Draft
 }
 
 void BlockDrafter::process(const Batch& batch, const float* states, const Poll& poll) {
-  const auto held = lock();
+  const auto held = hold();
   const auto use = spec_->hold();
   const auto entries = entries_by_sequence(batch);
   const auto width = static_cast<size_t>(spec_->n_features());
@@ -37,44 +37,44 @@ void BlockDrafter::process(const Batch& batch, const float* states, const Poll& 
     const int32_t first = batch.positions()[rows.front()];
     sequence.features.resize(static_cast<size_t>(first - sequence.injected) * width);
     sequence.progress.next = first;
-    if (first - sequence.injected > kMostWaiting && !try_inject(seq, poll)) continue;
+    if (first - sequence.injected > kMaxPending && !try_inject(seq, poll)) continue;
     sequence.progress.begin_batch(first, static_cast<int32_t>(rows.size()));
-    bool numbers = true;
+    bool finite = true;
     for (const int32_t row : rows) {
       const float* values = states + static_cast<size_t>(row) * width;
       sequence.features.insert(sequence.features.end(), values, values + width);
-      numbers = numbers && all_finite(values, width);
+      finite = finite && all_finite(values, width);
     }
-    if (!numbers) lose(seq);
+    if (!finite) lose(seq);
   }
 }
 
 void BlockDrafter::accept(int32_t seq, int32_t n) {
-  const auto held = lock();
+  const auto held = hold();
   spec_->check_sequence(seq);
   auto& sequence = sequences_[seq];
   if (sequence.lost) return;
   sequence.progress.accept(seq, n);
-  const auto stand = static_cast<size_t>(sequence.progress.next - sequence.injected);
-  sequence.features.resize(stand * static_cast<size_t>(spec_->n_features()));
+  const auto n_kept = static_cast<size_t>(sequence.progress.next - sequence.injected);
+  sequence.features.resize(n_kept * static_cast<size_t>(spec_->n_features()));
 }
 
 void BlockDrafter::reset(int32_t seq) {
-  const auto held = lock();
+  const auto held = hold();
   const auto use = spec_->hold();
   spec_->check_sequence(seq);
   sequences_[seq] = Sequence();
   spec_->context()->memory_remove(seq, -1, -1);
 }
 
-/// Drafts no more for a sequence until it is reset.
+/// Stops drafting for a sequence until reset().
 void BlockDrafter::lose(int32_t seq) {
   sequences_[seq] = Sequence();
   sequences_[seq].lost = true;
   spec_->context()->memory_remove(seq, -1, -1);
 }
 
-/// Injects, or gives the sequence up when the memory has no room. Returns whether there was room.
+/// Calls inject(); drops the sequence if the KV cache is full. Returns whether there was room.
 bool BlockDrafter::try_inject(int32_t seq, const Poll& poll) {
   try {
     inject({seq}, poll);
@@ -84,7 +84,7 @@ bool BlockDrafter::try_inject(int32_t seq, const Poll& poll) {
   return !sequences_[seq].lost;
 }
 
-/// Moves the pending features into the memory, replacing the last block.
+/// Decodes pending features into the draft's KV cache, replacing the last block.
 void BlockDrafter::inject(const std::vector<int32_t>& seqs, const Poll& poll) {
   auto& context = *spec_->context();
   const auto width = static_cast<size_t>(spec_->n_features());
@@ -111,7 +111,7 @@ void BlockDrafter::inject(const std::vector<int32_t>& seqs, const Poll& poll) {
       const float* values = sequence.features.data() + static_cast<size_t>(counts[seq]) * width;
       batch.add_embedding(values, sequence.injected + counts[seq], {seq}, false);
       ++counts[seq];
-      // Without causal attention the engine takes no more at once.
+      // Non-causal attention: a batch must fit one ubatch.
       if (batch.size() == static_cast<int32_t>(context.n_ubatch())) flush();
     }
     if (!context.options().kv_unified) flush();
@@ -128,15 +128,16 @@ void BlockDrafter::read_block(const DraftRequest& request, int32_t first_row, in
     const int32_t row = first_row + block.first_slot + i;
     const Choice choice = choose(context.output_logits(row), spec_->n_vocab(), vocab.size(), settings_,
                                  request, static_cast<size_t>(i));
-    const float sure =
+    const float confidence =
         block.chained && block.has_confidence && settings_.p_min > 0 ? *context.next_state(row) : choice.best;
-    if (choice.token < 0 || sure < settings_.p_min) return;
+    if (choice.token < 0 || confidence < settings_.p_min) return;
     append(draft, choice);
     if (vocab.is_end_of_generation(choice.token)) return;
   }
 }
 
-/// Injects. Where the memory is full, blocks of other sequences go first, then sequences that find no room.
+/// Calls inject(). If the KV cache is full: removes all draft blocks and retries; drops sequences that still
+/// do not fit.
 void BlockDrafter::make_room(const std::vector<int32_t>& seqs, const Poll& poll) {
   try {
     inject(seqs, poll);
@@ -149,7 +150,7 @@ void BlockDrafter::make_room(const std::vector<int32_t>& seqs, const Poll& poll)
 }
 
 std::vector<Draft> BlockDrafter::draft(const std::vector<DraftRequest>& requests, const Poll& poll) {
-  const auto held = lock();
+  const auto held = hold();
   const auto use = spec_->hold();
   auto& context = *spec_->context();
   const auto& block = spec_->block();
@@ -173,7 +174,7 @@ std::vector<Draft> BlockDrafter::draft(const std::vector<DraftRequest>& requests
     seqs.push_back(request.seq);
   }
   if (asked.empty()) return drafts;
-  // Blocks of one decode are of one length, which some heads need.
+  // All blocks of a decode have the same length; some heads require it.
   const int32_t length = longest + block.first_slot;
   const bool unified = context.options().kv_unified;
   const auto together = unified ? std::max<size_t>(1, context.n_ubatch() / static_cast<uint32_t>(length)) : 1;
@@ -198,7 +199,7 @@ std::vector<Draft> BlockDrafter::draft(const std::vector<DraftRequest>& requests
       }
     }
   } catch (const ContextFull&) {
-    // The tokens drafted so far are a draft too.
+    // Return the tokens drafted so far.
   }
   drop_short(drafts, settings_);
   return drafts;

@@ -10,9 +10,10 @@
 
 namespace llamatap {
 
-/// Drafts a block of tokens in one decode: DFlash and DSpark. Its memory holds the target's features, at the
-/// positions of the target's tokens; a block of the last token and masks attends to them, and each of its
-/// places gives a token. Features enter the memory as late as possible, when it is known which were accepted.
+/// Drafts a block of tokens in one decode: DFlash and DSpark. The draft's KV cache holds the target's
+/// features, at the positions of the target's tokens. A block (the last token, then masks) attends to them;
+/// each slot gives one token. Features are decoded as late as possible, when it is known which tokens were
+/// accepted.
 class BlockDrafter : public Drafter {
  public:
   BlockDrafter(std::shared_ptr<SpeculativeContext> spec, const DraftSettings& settings);
@@ -26,9 +27,9 @@ class BlockDrafter : public Drafter {
  private:
   struct Sequence {
     Progress progress;
-    int32_t injected = 0;         // positions whose features are in the memory
-    std::vector<float> features;  // of those after them, [next - injected, n_features]
-    bool lost = false;            // there was no room for it, or the target's states were not finite
+    int32_t injected = 0;         // positions whose features are in the draft's KV cache
+    std::vector<float> features;  // pending, [next - injected, n_features]
+    bool lost = false;            // no room in the KV cache, or the target's states were not finite
   };
 
   void inject(const std::vector<int32_t>& seqs, const Poll& poll);

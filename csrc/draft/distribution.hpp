@@ -20,7 +20,7 @@ inline std::pair<int32_t, float> most_likely(const float* logits, int32_t n_voca
   return {static_cast<int32_t>(best - logits), static_cast<float>(1 / sum)};
 }
 
-/// softmax(logits / temperature) into n_vocab values.
+/// Writes softmax(logits / temperature), n_vocab values, to `probs`.
 inline void softmax(const float* logits, int32_t n_vocab, float temperature, float* probs) {
   const float best = *std::max_element(logits, logits + n_vocab);
   double sum = 0;
@@ -31,8 +31,8 @@ inline void softmax(const float* logits, int32_t n_vocab, float temperature, flo
   for (int32_t i = 0; i < n_vocab; ++i) probs[i] = static_cast<float>(double{probs[i]} / sum);
 }
 
-/// The token at which the running sum of probabilities passes `point`, in [0, 1). Throws EngineFailed when
-/// none has any.
+/// The token at which the cumulative probability passes `point`, in [0, 1). The sum of `probs` need not be 1.
+/// Throws EngineFailed when all are 0.
 inline int32_t draw(const float* probs, int32_t n_vocab, double point) {
   double total = 0;
   for (int32_t i = 0; i < n_vocab; ++i) total += double{probs[i]};
@@ -48,7 +48,7 @@ inline int32_t draw(const float* probs, int32_t n_vocab, double point) {
   return last;
 }
 
-/// The ids of the `k` largest logits, falling; of equals, the smaller id first.
+/// The ids of the `k` largest logits, in descending order; ties by ascending id.
 inline std::vector<int32_t> largest(const float* logits, int32_t n_vocab, int32_t k) {
   std::vector<int32_t> ids(static_cast<size_t>(n_vocab));
   std::iota(ids.begin(), ids.end(), 0);

@@ -13,8 +13,8 @@ namespace llamatap {
 
 namespace {
 
-// Vocabularies of one family differ by padding at the end.
-constexpr int32_t kMostPadding = 128;
+// Vocabularies of one model family differ in padding at the end.
+constexpr int32_t kMaxPadding = 128;
 
 std::string number(int64_t value) { return std::to_string(value); }
 
@@ -37,12 +37,12 @@ void check_vocabulary(const Model& target, const Model& draft, DraftKind kind) {
   const auto& ours = target.vocab();
   const auto& theirs = draft.vocab();
   const int32_t padding = std::abs(ours.size() - theirs.size());
-  if (padding > (kind == DraftKind::model ? kMostPadding : 0)) {
+  if (padding > (kind == DraftKind::model ? kMaxPadding : 0)) {
     throw InvalidInput("the draft's vocabulary has " + number(theirs.size()) + " tokens and the target's " +
-                       number(ours.size()) + "; a draft is made for one target");
+                       number(ours.size()) + "; use a draft made for this target");
   }
   if (kind != DraftKind::model || !ours.has_tokenizer() || !theirs.has_tokenizer()) return;
-  // Special tokens come first and are often spelled anew.
+  // Special tokens come first and may be spelled differently.
   for (int32_t token = 8; token < std::min(ours.size(), theirs.size()); ++token) {
     if (ours.text(token) != theirs.text(token)) {
       throw InvalidInput("token " + number(token) + " is '" + theirs.text(token) + "' in the draft and '" +
@@ -55,20 +55,20 @@ void check_width(const Model& draft, int32_t n_embd_out) {
   if (n_embd_out == draft.n_embd()) return;
   throw InvalidInput("the draft is " + number(draft.n_embd()) + " wide, but " + draft.arch() +
                      ".embedding_length_out says that its states are " + number(n_embd_out) +
-                     "; the key must be left out or be the same");
+                     "; remove the key or make it equal");
 }
 
 void check_layers(const Model& target, const std::vector<int32_t>& layers) {
   const int32_t n = target.n_layer();
   for (const int32_t layer : layers) {
     if (layer < 0 || layer > n) {
-      throw InvalidInput("the draft wants layer " + number(layer) + " of the target, which has 0.." +
-                         number(n) + "; it was made for another");
+      throw InvalidInput("the draft needs layer " + number(layer) + " of the target, which has 0.." +
+                         number(n) + "; it was made for another target");
     }
   }
 }
 
-/// The draft's token embedding and output head, its own or the target's.
+/// Checks the draft's token embedding and output head, its own or the target's.
 void check_matrices(const Model& target, const Model& draft, const DraftFit& fit, const DraftTraits& traits) {
   const auto own = target.draft_traits();
   const int32_t width = target.n_embd();
@@ -105,7 +105,7 @@ void check_d2t(const std::vector<int64_t>& d2t, int32_t n_vocab) {
   }
 }
 
-/// A draft that takes features of layers of the target: EAGLE-3, DFlash.
+/// Fits a draft that takes features of the target's layers: EAGLE-3, DFlash.
 DraftFit fit_features(const Model& target, const Model& draft, const char* what) {
   DraftFit fit;
   const auto traits = draft.draft_traits();
@@ -131,7 +131,7 @@ DraftFit fit_features(const Model& target, const Model& draft, const char* what)
 DraftFit fit_model(const Model& draft) {
   if (const auto reason = draft.refusal(); !reason.empty()) throw Unsupported(draft.arch() + ": " + reason);
   if (draft.is_recurrent() || draft.is_hybrid()) {
-    throw Unsupported(draft.arch() + " cannot take tokens back, which a draft model must");
+    throw Unsupported(draft.arch() + " cannot roll back tokens, as a draft model must");
   }
   return {};
 }
@@ -149,7 +149,7 @@ DraftFit fit_mtp(const Model& target, const Model& draft) {
                            ? "the file has no MTP block (" + arch + ".nextn_predict_layers)"
                            : "the model was loaded without its MTP blocks; load it with load_mtp=True");
   }
-  if (arch == "deepseek4") throw Unsupported("deepseek4 carries several residual streams, not one");
+  if (arch == "deepseek4") throw Unsupported("deepseek4 has several residual streams; MTP drafts need one");
   const int32_t width = target.n_embd();
   if (traits.n_embd_out != width) {
     throw InvalidInput("the MTP block takes states of width " + number(traits.n_embd_out) +
@@ -191,14 +191,13 @@ DraftFit fit_dflash(const Model& target, const Model& draft) {
   return fit;
 }
 
-/// The memory is the target's: its sizes and types, too.
+/// Copies the target's sizes and cache types: both contexts read the same KV cache.
 void share_memory(const Context& target, const Model& draft, ContextOptions& options) {
   const auto& theirs = target.options();
   const auto mismatch = draft.shared_memory_mismatch(*target.model());
   if (!mismatch.empty()) {
-    throw InvalidInput("the draft attends to the memory of another kind of target: " + mismatch);
+    throw InvalidInput("the draft attends to the KV cache of another kind of target: " + mismatch);
   }
-  // It is the same memory, read by both.
   options.n_ctx = theirs.n_ctx;
   options.n_seq_max = theirs.n_seq_max;
   options.type_k = theirs.type_k;

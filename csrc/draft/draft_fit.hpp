@@ -9,17 +9,17 @@
 
 namespace llamatap {
 
-/// How a file drafts: a language model of its own; an EAGLE-3 block on features of the target; one or more
-/// MTP blocks on its last states; a DFlash block that sees features of the target.
+/// Kinds of draft models: a complete language model; an EAGLE-3 block on features of the target; MTP blocks
+/// on the target's last states; a DFlash block that attends to features of the target.
 enum class DraftKind { model, eagle3, mtp, dflash };
 
-/// The blocks of a DFlash or DSpark file.
+/// Block layout of a DFlash or DSpark file.
 struct DraftBlock {
-  int32_t size = 0;        // its places at most: the last known token, then masks
-  int32_t first_slot = 1;  // the place that gives the first token
+  int32_t size = 0;        // slots at most: the last known token, then masks
+  int32_t first_slot = 1;  // slot of the first drafted token
   int32_t mask_token = -1;
-  bool chained = false;         // DSpark: each place's logits depend on the token of the one before
-  bool has_confidence = false;  // DSpark: and how likely it is to be accepted
+  bool chained = false;         // DSpark: the logits of a slot depend on the token before it
+  bool has_confidence = false;  // DSpark: a head predicts whether the token will be accepted
 };
 
 /// The kind of `draft`, from its architecture and whether its MTP blocks were loaded.
@@ -27,20 +27,20 @@ DraftKind kind_of(const Model& draft);
 
 /// Shapes of a draft that fits its target.
 struct DraftFit {
-  std::vector<int32_t> target_slots;  // states of the target that it takes: 0..n, then the norm
-  int32_t n_features = 0;             // width of all of these together
-  int32_t n_state = 0;                // width of the states in pairs; 0: tokens are decoded alone
-  int32_t n_heads = 1;                // MTP blocks that are used one after the other
-  DraftBlock block;                   // of dflash
-  bool inherits = false;              // it uses the target's token embedding or output head
-  bool shares_memory = false;         // its blocks attend to the target's memory (gemma4-assistant)
+  std::vector<int32_t> target_slots;  // target states it takes: 0..n, then the norm
+  int32_t n_features = 0;             // width of these states, concatenated
+  int32_t n_state = 0;                // width of a pair's state; 0: tokens only
+  int32_t n_heads = 1;                // MTP blocks, used one after the other
+  DraftBlock block;                   // DFlash only
+  bool inherits = false;              // uses the target's token embedding or output head
+  bool shares_memory = false;         // attends to the target's KV cache (gemma4-assistant)
 };
 
-/// Throws Unsupported or InvalidInput, with what was expected and found, when the draft does not fit the
-/// target.
+/// The shapes of a draft for its target. Throws Unsupported or InvalidInput (expected, found) when it does
+/// not fit.
 DraftFit fit_draft(const Model& target, const Model& draft, DraftKind kind);
 
-/// The options of the draft's context, from sizes and cache types.
+/// Completes the options of the draft's context: `options` holds sizes and cache types.
 ContextOptions draft_options(const std::shared_ptr<Context>& target, const Model& draft, DraftKind kind,
                              const DraftFit& fit, ContextOptions options);
 

@@ -7,42 +7,42 @@
 #include "draft/draft_request.hpp"
 #include "engine/context/batch.hpp"
 #include "engine/polling.hpp"
+#include "engine/try_hold.hpp"
 
 namespace llamatap {
 
-/// Guesses the next tokens of sequences. `process` comes after each decode of the target, with its batch;
-/// `accept` after a batch of which a part is taken back, before anything else is asked of the sequence.
-/// One thread at a time: a second one gets Busy.
+/// Drafts the next tokens of sequences. Call `process` after each decode of the target, with its batch;
+/// `accept` after a batch that is partly rolled back, before any other call for the sequence. One thread at a
+/// time: a second one gets Busy.
 class Drafter {
  public:
   virtual ~Drafter() = default;
 
-  /// Width of what `process` takes of the target for each entry; 0: nothing.
+  /// Width of the target's features that `process` takes for each entry; 0: none.
   virtual int32_t n_features() const { return 0; }
 
-  /// `states`: [entries, n_features] of the target, where the drafter needs them; else null.
+  /// `states`: the target's features, [entries, n_features]; null when n_features() is 0.
   virtual void process(const Batch& batch, const float* states, const Poll& poll) = 0;
 
-  /// The drafts, in the order of the requests; at most one request a sequence. Throws InvalidInput when a
-  /// position does not follow what was processed.
+  /// Drafts for at most one request per sequence, in the order of the requests. Throws InvalidInput unless
+  /// each position follows the last processed one.
   virtual std::vector<Draft> draft(const std::vector<DraftRequest>& requests, const Poll& poll) = 0;
 
-  /// Keeps the sequence's first entry in the last processed batch and `n` drafted tokens after it; discards
-  /// the rest.
+  /// Keeps the sequence's first entry in the last processed batch and the `n` drafted tokens after it;
+  /// discards the rest.
   virtual void accept(int32_t seq, int32_t n) = 0;
 
   /// Forgets a sequence.
   virtual void reset(int32_t seq) = 0;
 
  protected:
-  /// Throws Busy.
-  std::unique_lock<std::mutex> lock();
+  std::unique_lock<std::mutex> hold() { return try_hold(mutex_, "another thread is using this drafter"); }
 
  private:
   std::mutex mutex_;
 };
 
-/// Entries that wait for a draft before they enter the draft's memory without one.
-constexpr int32_t kMostWaiting = 512;
+/// Pending entries of a sequence above which they are decoded without a draft.
+constexpr int32_t kMaxPending = 512;
 
 }  // namespace llamatap

@@ -14,7 +14,7 @@ void add_logprobs(const float* logits, int32_t n_vocab, int32_t token, int32_t n
     throw InvalidInput("token ids must be in 0.." + std::to_string(n_vocab - 1) + ", not " +
                        std::to_string(token));
   }
-  // -infinity rules a token out; NaN would be lost in a comparison.
+  // -infinity is allowed (a token ruled out). NaN is found in the sum: max_element may skip it.
   const float best = *std::max_element(logits, logits + n_vocab);
   double sum = 0;
   for (int32_t i = 0; i < n_vocab; ++i) sum += double{std::exp(logits[i] - best)};

@@ -30,7 +30,7 @@ NGramDrafter::NGramDrafter(int32_t n_longest, int32_t n_shortest, int32_t n_max,
 }
 
 void NGramDrafter::process(const Batch& batch, const float*, const Poll&) {
-  const auto held = lock();
+  const auto held = hold();
   const auto entries = entries_by_sequence(batch);
   for (const auto& [seq, rows] : entries) {
     check_contiguous(batch, rows);
@@ -50,14 +50,14 @@ void NGramDrafter::process(const Batch& batch, const float*, const Poll&) {
 void NGramDrafter::Sequence::truncate(size_t n) {
   tokens.resize(n);
   if (indexed <= n) return;
-  // The text goes another way from here.
+  // The text differs from here on: rebuild the index.
   ends.clear();
   indexed = 0;
 }
 
 void NGramDrafter::index(Sequence& sequence) const {
   const auto& tokens = sequence.tokens;
-  // An n-gram that ends the text has no successor yet.
+  // An n-gram at the end of the text has no successor yet.
   for (size_t end = sequence.indexed + 1; end < tokens.size(); ++end) {
     for (auto n = static_cast<size_t>(n_shortest_); n <= static_cast<size_t>(n_longest_) && n <= end; ++n) {
       sequence.ends[hash_of(tokens, end, n)] = end;
@@ -67,7 +67,7 @@ void NGramDrafter::index(Sequence& sequence) const {
 }
 
 std::vector<Draft> NGramDrafter::draft(const std::vector<DraftRequest>& requests, const Poll&) {
-  const auto held = lock();
+  const auto held = hold();
   std::vector<Draft> drafts(requests.size());
   check_requests(requests);
   for (size_t i = 0; i < requests.size(); ++i) {
@@ -90,7 +90,7 @@ std::vector<Draft> NGramDrafter::draft(const std::vector<DraftRequest>& requests
       const bool same = std::equal(text.end() - static_cast<std::ptrdiff_t>(n), text.end(),
                                    text.begin() + static_cast<std::ptrdiff_t>(end - n));
       if (!same) continue;
-      // Beyond the text's end, what is drafted goes on repeating itself.
+      // Past the end of the text, continue with the drafted tokens themselves.
       for (size_t k = end; tokens.size() < limit; ++k) {
         tokens.push_back(k < text.size() ? text[k] : tokens[k - text.size()]);
       }
@@ -102,7 +102,7 @@ std::vector<Draft> NGramDrafter::draft(const std::vector<DraftRequest>& requests
 }
 
 void NGramDrafter::accept(int32_t seq, int32_t n) {
-  const auto held = lock();
+  const auto held = hold();
   const auto found = sequences_.find(seq);
   if (found == sequences_.end()) Progress().accept(seq, n);
   auto& sequence = found->second;
@@ -111,7 +111,7 @@ void NGramDrafter::accept(int32_t seq, int32_t n) {
 }
 
 void NGramDrafter::reset(int32_t seq) {
-  const auto held = lock();
+  const auto held = hold();
   sequences_.erase(seq);
 }
 

@@ -10,8 +10,8 @@
 
 namespace llamatap {
 
-/// Drafts what followed the last time that the same tokens came by in the sequence: for the longest n-gram of
-/// n_longest down to n_shortest tokens that ends the text, what comes after its latest earlier occurrence.
+/// Prompt lookup: drafts the tokens that followed the latest earlier occurrence of the longest n-gram
+/// (n_longest down to n_shortest tokens) at the end of the text.
 class NGramDrafter : public Drafter {
  public:
   /// Throws InvalidInput unless 1 <= n_shortest <= n_longest and n_max >= 1.
@@ -27,7 +27,7 @@ class NGramDrafter : public Drafter {
     std::vector<int32_t> tokens;
     Progress progress;
     size_t indexed = 0;
-    /// Hash of an n-gram to where its latest occurrence that has a successor ends.
+    /// By hash of an n-gram: the end of its latest occurrence with a successor.
     std::unordered_map<uint64_t, size_t> ends;
 
     void truncate(size_t n);

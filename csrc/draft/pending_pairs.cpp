@@ -12,11 +12,11 @@ int32_t PendingPairs::earliest() const {
 
 void PendingPairs::take(TargetEntry entry) {
   if (entries_.empty() && offset_ == 1) {
-    // The state before the first token is zeros.
+    // The state before the first token is all zeros.
     entries_.push_back({-1, -1, std::vector<float>(n_state_, 0.0F), true});
   } else if (!entries_.empty()) {
     truncate(entry.position);
-    // The draft has decoded this pair.
+    // The draft's KV cache already holds this pair.
     if (entries_.size() == 1 && entry.token == drafted_) entries_.clear();
     drafted_ = -1;
   }

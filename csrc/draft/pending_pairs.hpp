@@ -6,7 +6,7 @@
 
 namespace llamatap {
 
-/// An entry of the target: its token, and the state that the draft takes of it.
+/// A token of the target and its state, as the draft takes it.
 struct TargetEntry {
   int32_t position = -1;
   int32_t token = -1;
@@ -14,36 +14,36 @@ struct TargetEntry {
   bool encoded = false;
 };
 
-/// The entries of a sequence whose states are not in the draft's memory yet, oldest first. Each state makes a
+/// Entries of a sequence whose states are not in the draft's KV cache yet, oldest first. Each state forms a
 /// pair with the token after it; the last one waits for its token.
 class PendingPairs {
  public:
-  /// `offset`: from the position of a state to that of its pair; with 1, the first pair has a state of
+  /// `offset`: position of a pair minus position of its state. With 1, the state of the first pair is
   /// `n_state` zeros.
   PendingPairs(int32_t offset, size_t n_state) : offset_(offset), n_state_(n_state) {}
 
-  /// The same without entries.
+  /// The same settings, no entries.
   PendingPairs fresh() const { return {offset_, n_state_}; }
   bool empty() const { return entries_.empty(); }
   std::vector<TargetEntry>& entries() { return entries_; }
   const TargetEntry& last() const { return entries_.back(); }
   size_t n_complete() const { return entries_.empty() ? 0 : entries_.size() - 1; }
-  /// The first position at which entries may be processed again: those before have been decoded.
+  /// First position that may still be processed again: earlier pairs were decoded.
   int32_t earliest() const;
-  /// Position of a pair, by the index of its state.
+  /// Position of the pair with the state `index`.
   int32_t position(size_t index) const { return entries_[index].position + offset_; }
-  /// Position of the pair whose token is not known yet.
+  /// Position of the last, incomplete pair.
   int32_t next_position() const { return position(entries_.size() - 1); }
-  /// Where the pairs that are in the memory end.
+  /// End of the pairs in the KV cache.
   int32_t decoded_end() const { return entries_.empty() ? 0 : position(0); }
 
-  /// Appends an entry, in place of those from its position on.
+  /// Appends an entry, replacing those from its position on.
   void take(TargetEntry entry);
   /// Removes the entries from position `next` on.
   void truncate(int32_t next);
-  /// Removes the complete pairs, which are in the memory now; the last state stays.
+  /// Removes the complete pairs, now in the KV cache; keeps the last state.
   void drop_complete() { entries_.erase(entries_.begin(), entries_.end() - 1); }
-  /// A draft has decoded the first state with this token (-1: none).
+  /// Records that a draft decoded the first state with this token (-1: none).
   void set_drafted(int32_t token) { drafted_ = token; }
 
  private:

@@ -9,7 +9,7 @@ namespace llamatap {
 
 void Progress::check_start(int32_t seq, int32_t first, int32_t earliest) const {
   if (first == next || (first >= earliest && first < next)) return;
-  throw InvalidInput("sequence " + std::to_string(seq) + " goes on at position " + std::to_string(next) +
+  throw InvalidInput("sequence " + std::to_string(seq) + " continues at position " + std::to_string(next) +
                      ", not " + std::to_string(first) +
                      "; a drafter must process every batch of a sequence, from position 0, or be reset");
 }
@@ -32,7 +32,7 @@ void Progress::accept(int32_t seq, int32_t n) {
 void check_position(const DraftRequest& request, const Progress& progress) {
   if (request.position == progress.next && progress.next > 0) return;
   throw InvalidInput("sequence " + std::to_string(request.seq) + ": the last token must be at position " +
-                     std::to_string(progress.next) + ", after what was processed, not " +
+                     std::to_string(progress.next) + ", after the processed ones, not " +
                      std::to_string(request.position));
 }
 

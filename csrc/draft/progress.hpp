@@ -6,21 +6,21 @@
 
 namespace llamatap {
 
-/// How far a drafter has followed a sequence, in positions of the target.
+/// Target positions that a drafter has processed in a sequence.
 struct Progress {
-  int32_t next = 0;         // the position that comes next
-  int32_t batch_start = 0;  // the first position of the last batch
+  int32_t next = 0;         // next position
+  int32_t batch_start = 0;  // first position of the last batch
 
-  /// Throws InvalidInput unless entries from `first` on follow. Entries from `earliest` on may be taken back
-  /// by processing others in their place.
+  /// Throws InvalidInput unless a batch from `first` continues the sequence; positions from `earliest` on may
+  /// be replaced.
   void check_start(int32_t seq, int32_t first, int32_t earliest) const;
   void begin_batch(int32_t first, int32_t n);
-  /// Keeps the first entry of the last batch and `n` drafted tokens after it, and discards the rest. Throws
-  /// InvalidInput when there are fewer.
+  /// Keeps the first entry of the last batch and the `n` drafted tokens after it. Throws InvalidInput when
+  /// the batch had fewer.
   void accept(int32_t seq, int32_t n);
 };
 
-/// Throws InvalidInput unless the last token follows what was processed.
+/// Throws InvalidInput unless the request's position follows the last processed one.
 void check_position(const DraftRequest& request, const Progress& progress);
 
 }  // namespace llamatap

@@ -27,7 +27,7 @@ void check_contiguous(const Batch& batch, const std::vector<int32_t>& rows) {
   for (size_t i = 1; i < rows.size(); ++i) {
     const int32_t expected = batch.positions()[rows[i - 1]] + 1;
     if (batch.positions()[rows[i]] == expected) continue;
-    throw InvalidInput("position " + std::to_string(expected) + " is missing or comes twice in the batch");
+    throw InvalidInput("position " + std::to_string(expected) + " is missing or occurs twice in the batch");
   }
 }
 

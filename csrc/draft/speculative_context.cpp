@@ -20,12 +20,11 @@ SpeculativeContext::SpeculativeContext(std::shared_ptr<Context> target, std::sha
   options = draft_options(target_, *draft_, kind_, fit_, std::move(options));
   if (fit_.shares_memory) {
     const ContextLock lock = target_->hold();
-    // The engine empties the places that both share when it makes the second context.
+    // Making the second context clears the cells that both share.
     if (!target_->is_empty()) {
       throw InvalidInput(
           "the draft attends to the target's memory, which must be empty when the speculative context is "
-          "made; "
-          "make it first, or clear the memory (memory.clear())");
+          "made; make it first, or clear the memory (memory.clear())");
     }
     make_context(options);
   } else {
@@ -66,12 +65,6 @@ int32_t SpeculativeContext::n_vocab() const {
   return std::min(draft_->vocab().size(), target_->model()->vocab().size());
 }
 
-std::unique_lock<std::mutex> SpeculativeContext::hold() {
-  std::unique_lock<std::mutex> held(mutex_, std::try_to_lock);
-  if (!held) throw Busy("another thread is using this speculative context");
-  return held;
-}
-
 void SpeculativeContext::check_sequence(int32_t seq) const {
   const auto n = static_cast<int32_t>(context_->options().n_seq_max);
   if (seq < 0 || seq >= n) {
@@ -83,7 +76,7 @@ void SpeculativeContext::check_sequence(int32_t seq) const {
 void SpeculativeContext::encode(const float* features, int32_t n, float* states, const Poll& poll) {
   if (kind_ == DraftKind::dflash) {
     throw Unsupported(
-        "DFlash files have no encoder: the draft takes the features themselves; use DFlashDrafter");
+        "DFlash files have no encoder: the draft takes the target's features as they are; use DFlashDrafter");
   }
   if (kind_ == DraftKind::eagle3) {
     context_->encode(features, n, states, poll);

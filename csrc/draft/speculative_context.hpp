@@ -3,53 +3,55 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <vector>
 
 #include "draft/draft_fit.hpp"
 #include "engine/context/context.hpp"
 #include "engine/model/model.hpp"
+#include "engine/try_hold.hpp"
 
 namespace llamatap {
 
-/// One context of a draft model for all sequences of a target's context.
+/// A draft model's context, for all sequences of a target's context.
 class SpeculativeContext {
  public:
-  /// `options`: sizes and cache types; the rest is set here. Throws Unsupported or InvalidInput, with what
-  /// was expected and found, when the draft does not fit the target.
+  /// `options`: sizes and cache types; the rest is set here. Throws Unsupported or InvalidInput (expected,
+  /// found) when the draft does not fit the target.
   SpeculativeContext(std::shared_ptr<Context> target, std::shared_ptr<Model> draft, DraftKind kind,
                      ContextOptions options);
 
   DraftKind kind() const { return kind_; }
   const std::shared_ptr<Context>& target() const { return target_; }
   const std::shared_ptr<Context>& context() const { return context_; }
-  /// The states of the target that it needs, as slots: 0..n, then the norm. Empty for plain models.
+  /// Target states that the draft takes, as slots: 0..n, then the norm. Empty for plain models.
   const std::vector<int32_t>& target_slots() const { return fit_.target_slots; }
-  /// Width of what the target gives for a token: of all slots together.
+  /// Width of the target's features for a token: all slots together.
   int32_t n_features() const { return fit_.n_features; }
-  /// Width of the states in pairs; 0 where tokens are decoded alone.
+  /// Width of a pair's state; 0 when the draft decodes tokens only.
   int32_t n_state() const { return fit_.n_state; }
-  /// MTP blocks that are used one after the other.
+  /// MTP blocks, used one after the other.
   int32_t n_heads() const { return fit_.n_heads; }
   const DraftBlock& block() const { return fit_.block; }
-  /// The tokens that draft and target have both.
+  /// Tokens that both draft and target have: ids below this.
   int32_t n_vocab() const;
-  /// To be held from a decode until its results are read. Throws Busy.
-  std::unique_lock<std::mutex> hold();
-  /// Throws InvalidInput for a sequence id that the context does not have.
+  /// Hold it from a decode until its results are read. Throws Busy if another thread does.
+  std::unique_lock<std::mutex> hold() {
+    return try_hold(mutex_, "another thread is using this speculative context");
+  }
+  /// Throws InvalidInput for an invalid sequence id.
   void check_sequence(int32_t seq) const;
 
-  /// Whether its blocks attend to the target's memory and have none of their own (gemma4-assistant).
+  /// Whether the draft attends to the target's KV cache and has none of its own (gemma4-assistant).
   bool shares_memory() const { return fit_.shares_memory; }
 
-  /// As Context::decode. Where the memory is the target's, a thread that uses that one is in the way: Busy.
+  /// Like Context::decode. Throws Busy if another thread uses the shared memory.
   void decode(const Batch& batch, const Poll& poll);
 
-  /// The same of a batch without outputs: only what the memory keeps is computed.
+  /// Decodes a batch without outputs, computing only what the KV cache stores.
   void store(const Batch& batch, const Poll& poll);
 
-  /// [n, n_features] of the target to the states of pairs, [n, n_state]: the fusion of EAGLE-3; of MTP, the
-  /// same values.
+  /// Turns the target's features, [n, n_features], into the states of pairs, [n, n_state]. EAGLE-3 fuses
+  /// them; MTP copies them.
   void encode(const float* features, int32_t n, float* states, const Poll& poll);
 
  private:
@@ -63,7 +65,7 @@ class SpeculativeContext {
   std::mutex mutex_;
 };
 
-/// Selects which of several MTP blocks a context computes; selects the first one again when destroyed.
+/// Selects one of several MTP blocks for decoding; back to the first one when destroyed.
 class HeadSelection {
  public:
   explicit HeadSelection(SpeculativeContext& spec) : spec_(spec) {}

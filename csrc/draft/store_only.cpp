@@ -9,7 +9,7 @@ void StoreOnly::begin_graph(const Graph& graph) {
   for (int32_t i = 0; i < graph.size(); ++i) {
     const ggml_tensor* node = graph.node(i);
     if (node->op == GGML_OP_SET_ROWS) last_store_ = node;
-    // A store after attention has begun belongs to another block, or does not go to the memory.
+    // A store after attention belongs to another block, or does not go to the KV cache.
     if (node->op == GGML_OP_FLASH_ATTN_EXT || node->op == GGML_OP_SOFT_MAX) return;
   }
   last_store_ = nullptr;

@@ -7,8 +7,8 @@
 
 namespace llamatap {
 
-/// Ends the computation of a single block as soon as its keys and values are in the memory, when nothing else
-/// of a batch is wanted: neither attention nor feed-forward nor the output head is computed.
+/// Stops a single-block decode once its keys and values are stored; skips attention, feed-forward and output
+/// head.
 class StoreOnly : public DecodeObserver {
  public:
   bool needs_last_block(int32_t) const override { return false; }

@@ -11,20 +11,20 @@ namespace llamatap {
 
 namespace {
 
-// Above this, pairs are decoded on their own: some blocks compute logits for all entries beside an output.
-constexpr size_t kMostMixed = 64;
+// Above this, pairs are decoded before the draft: beside an output, some blocks compute logits for all rows.
+constexpr size_t kMaxMixedPairs = 64;
 
 }  // namespace
 
-/// A draft in the making.
-struct TokenDrafter::Live {
+/// A draft that step() extends by a token at a time.
+struct TokenDrafter::DraftInProgress {
   const DraftRequest* request;
   Draft* draft;
   int32_t limit;
-  int32_t position;  // of the pair that comes next
-  int32_t row = -1;  // of its last pair in the batch
-  bool going = true;
-  std::vector<float> states;  // of chained heads: of every pair of the draft so far
+  int32_t position;  // of its next pair
+  int32_t row = -1;  // its last pair in the batch
+  bool active = true;
+  std::vector<float> states;  // with several MTP blocks: of all pairs of the draft so far
 };
 
 TokenDrafter::TokenDrafter(std::shared_ptr<SpeculativeContext> spec, const DraftSettings& settings)
@@ -37,7 +37,7 @@ TokenDrafter::TokenDrafter(std::shared_ptr<SpeculativeContext> spec, const Draft
   if (spec_->n_heads() > 1) settings_.n_max = std::min(settings_.n_max, spec_->n_heads());
 }
 
-/// The tokens that can be drafted with a pair at `position`.
+/// How many tokens can be drafted after a pair at `position`.
 int32_t TokenDrafter::room_after(int32_t position) const {
   const auto& context = *spec_->context();
   const int32_t limit = context.model()->position_limit();
@@ -46,7 +46,7 @@ int32_t TokenDrafter::room_after(int32_t position) const {
 }
 
 void TokenDrafter::process(const Batch& batch, const float* states, const Poll& poll) {
-  const auto held = lock();
+  const auto held = hold();
   const auto use = spec_->hold();
   const auto entries = entries_by_sequence(batch);
   for (const auto& [seq, rows] : entries) {
@@ -63,12 +63,12 @@ void TokenDrafter::process(const Batch& batch, const float* states, const Poll& 
     auto& sequence = sequences_[seq];
     if (sequence.lost) continue;
     const auto unusable = [&](int32_t row) {
-      // A token beyond the draft's vocabulary (other padding), or NaN or infinity in the target's state.
+      // The draft's vocabulary lacks the token (less padding), or the target's state is not finite.
       return batch.tokens()[row] >= n_vocab || !all_finite(states + static_cast<size_t>(row) * width, width);
     };
     if (std::any_of(rows.begin(), rows.end(), unusable)) lose(seq);
     const int32_t first = batch.positions()[rows.front()];
-    if (first == sequence.progress.next && sequence.pairs.n_complete() >= size_t{kMostWaiting}) {
+    if (first == sequence.progress.next && sequence.pairs.n_complete() >= size_t{kMaxPending}) {
       try_flush({seq}, poll);
     }
     if (sequence.lost) continue;
@@ -85,7 +85,7 @@ void TokenDrafter::process(const Batch& batch, const float* states, const Poll& 
 }
 
 void TokenDrafter::accept(int32_t seq, int32_t n) {
-  const auto held = lock();
+  const auto held = hold();
   spec_->check_sequence(seq);
   auto& sequence = sequences_[seq];
   if (sequence.lost) return;
@@ -94,7 +94,7 @@ void TokenDrafter::accept(int32_t seq, int32_t n) {
 }
 
 void TokenDrafter::reset(int32_t seq) {
-  const auto held = lock();
+  const auto held = hold();
   const auto use = spec_->hold();
   spec_->check_sequence(seq);
   sequences_[seq].restart();
@@ -134,7 +134,7 @@ void TokenDrafter::add(Batch& batch, int32_t token, const float* state, int32_t 
   }
 }
 
-/// Adds the complete pairs of a sequence, as entries that are no outputs.
+/// Adds the complete pairs of a sequence, without output flag.
 void TokenDrafter::add_pairs(Batch& batch, int32_t seq) {
   auto& pairs = sequences_[seq].pairs;
   for (size_t i = 0; i < pairs.n_complete(); ++i) {
@@ -142,7 +142,7 @@ void TokenDrafter::add_pairs(Batch& batch, int32_t seq) {
   }
 }
 
-/// Decodes complete pairs without a draft. Sequences that go beyond what the memory can hold are lost.
+/// Decodes complete pairs without drafting. Sequences longer than the KV cache allows are lost.
 void TokenDrafter::flush(const std::vector<int32_t>& seqs, const Poll& poll) {
   std::vector<int32_t> ready;
   for (const int32_t seq : seqs) {
@@ -160,8 +160,8 @@ void TokenDrafter::flush(const std::vector<int32_t>& seqs, const Poll& poll) {
   encode(ready, poll);
   HeadSelection selection(*spec_);
   for (int32_t head = 0; head < spec_->n_heads(); ++head) {
-    // The memory of each head is built in the same places: the engine takes the first free ones.
-    ready.erase(std::remove_if(ready.begin(), ready.end(), [&](int32_t seq) { return !take_back(seq); }),
+    // Each head stores its pairs in the same cells: the engine takes the first free ones.
+    ready.erase(std::remove_if(ready.begin(), ready.end(), [&](int32_t seq) { return !roll_back(seq); }),
                 ready.end());
     if (ready.empty()) return;
     Batch batch = empty_batch();
@@ -183,9 +183,9 @@ void TokenDrafter::lose(int32_t seq) {
   if (!spec_->shares_memory()) spec_->context()->memory_remove(seq, -1, -1);
 }
 
-/// Removes drafted tokens from the memory. The sequence is lost where windows no longer hold what comes
-/// before, or where somebody else has changed the memory. Returns whether it is still there.
-bool TokenDrafter::take_back(int32_t seq) {
+/// Removes drafted tokens from the KV cache. The sequence is lost when sliding windows no longer hold the
+/// tokens before, or when the cache was changed from outside. Returns whether it can go on.
+bool TokenDrafter::roll_back(int32_t seq) {
   if (spec_->shares_memory()) return true;
   auto& sequence = sequences_[seq];
   auto& context = *spec_->context();
@@ -200,7 +200,7 @@ bool TokenDrafter::take_back(int32_t seq) {
   return !sequence.lost;
 }
 
-/// Flushes; sequences for which the memory has no room are lost.
+/// Calls flush(); sequences without room in the KV cache are lost.
 void TokenDrafter::try_flush(const std::vector<int32_t>& seqs, const Poll& poll) {
   try {
     flush(seqs, poll);
@@ -213,8 +213,8 @@ void TokenDrafter::try_flush(const std::vector<int32_t>& seqs, const Poll& poll)
   }
 }
 
-/// Takes the next token of a draft from the logits of its last pair. Returns whether the draft goes on.
-bool TokenDrafter::take_choice(Live& one) {
+/// Appends the next token of a draft, from the logits of its last pair. Returns whether the draft continues.
+bool TokenDrafter::take_choice(DraftInProgress& one) {
   const auto& context = *spec_->context();
   const auto& target_vocab = spec_->target()->model()->vocab();
   const Choice choice = choose(context.output_logits(one.row), spec_->n_vocab(), target_vocab.size(),
@@ -225,14 +225,14 @@ bool TokenDrafter::take_choice(Live& one) {
          !target_vocab.is_end_of_generation(choice.token);
 }
 
-/// One decode for all drafts that go on, with the token that each drafted last.
-void TokenDrafter::step(std::vector<Live>& live, const Poll& poll) {
+/// Decodes the last token of all active drafts, in one batch.
+void TokenDrafter::step(std::vector<DraftInProgress>& in_progress, const Poll& poll) {
   auto& context = *spec_->context();
   const bool chained = spec_->n_heads() > 1;
   const auto width = static_cast<size_t>(spec_->n_state());
   Batch batch = empty_batch();
-  for (Live& one : live) {
-    if (!one.going) continue;
+  for (DraftInProgress& one : in_progress) {
+    if (!one.active) continue;
     const int32_t seq = one.request->seq;
     const auto& tokens = one.draft->tokens;
     const float* state = width > 0 ? context.next_state(one.row) : nullptr;
@@ -240,7 +240,7 @@ void TokenDrafter::step(std::vector<Live>& live, const Poll& poll) {
       add(batch, tokens.back(), state, one.position, seq, true);
       if (!spec_->shares_memory()) ++one.position;
     } else {
-      // The next head has its own memory of the draft, so it sees all of it again.
+      // Each MTP block has its own KV cache of the draft, so it decodes all of it.
       one.states.insert(one.states.end(), state, state + width);
       for (size_t i = 0; i <= tokens.size(); ++i) {
         add(batch, i == 0 ? one.request->last_token : tokens[i - 1], one.states.data() + i * width,
@@ -249,26 +249,25 @@ void TokenDrafter::step(std::vector<Live>& live, const Poll& poll) {
     }
     one.row = batch.size() - 1;
   }
-  for (const Live& one : live) {
-    if (chained && one.going) context.memory_remove(one.request->seq, one.position, -1);
+  for (const DraftInProgress& one : in_progress) {
+    if (chained && one.active) context.memory_remove(one.request->seq, one.position, -1);
   }
   spec_->decode(batch, poll);
 }
 
-/// The first decode of drafts: pairs that wait, and each sequence's last token with the state before it.
-/// Where the memory is full, drafts of other sequences are removed first, then the longest sequences are
-/// given up.
-void TokenDrafter::start(std::vector<Live>& live, const Poll& poll) {
-  const auto leave_lost = [&] {
-    const auto is_lost = [&](const Live& one) { return sequences_[one.request->seq].lost; };
-    live.erase(std::remove_if(live.begin(), live.end(), is_lost), live.end());
+/// First decode of drafts: pending pairs, and each sequence's last token with the state before it. If the KV
+/// cache is full: removes the drafts of other sequences and retries, then drops the longest sequences.
+void TokenDrafter::start(std::vector<DraftInProgress>& in_progress, const Poll& poll) {
+  const auto drop_lost = [&] {
+    const auto is_lost = [&](const DraftInProgress& one) { return sequences_[one.request->seq].lost; };
+    in_progress.erase(std::remove_if(in_progress.begin(), in_progress.end(), is_lost), in_progress.end());
   };
   for (bool full = false;; full = true) {
-    for (const Live& one : live) take_back(one.request->seq);
-    leave_lost();
-    if (live.empty()) return;
+    for (const DraftInProgress& one : in_progress) roll_back(one.request->seq);
+    drop_lost();
+    if (in_progress.empty()) return;
     Batch batch = empty_batch();
-    for (Live& one : live) {
+    for (DraftInProgress& one : in_progress) {
       const auto& last = sequences_[one.request->seq].pairs.last();
       add_pairs(batch, one.request->seq);
       add(batch, one.request->last_token, last.state.data(), one.position, one.request->seq, true);
@@ -281,11 +280,12 @@ void TokenDrafter::start(std::vector<Live>& live, const Poll& poll) {
     } catch (const ContextFull&) {
       if (!full) {
         for (int32_t seq = 0; seq < static_cast<int32_t>(sequences_.size()); ++seq) {
-          if (!sequences_[seq].pairs.empty()) take_back(seq);
+          if (!sequences_[seq].pairs.empty()) roll_back(seq);
         }
       } else {
         const auto longest = std::max_element(
-            live.begin(), live.end(), [](const Live& a, const Live& b) { return a.position < b.position; });
+            in_progress.begin(), in_progress.end(),
+            [](const DraftInProgress& a, const DraftInProgress& b) { return a.position < b.position; });
         lose(longest->request->seq);
       }
     }
@@ -293,12 +293,12 @@ void TokenDrafter::start(std::vector<Live>& live, const Poll& poll) {
 }
 
 std::vector<Draft> TokenDrafter::draft(const std::vector<DraftRequest>& requests, const Poll& poll) {
-  const auto held = lock();
+  const auto held = hold();
   const auto use = spec_->hold();
   const bool chained = spec_->n_heads() > 1;
   const bool shared = spec_->shares_memory();
   std::vector<Draft> drafts(requests.size());
-  std::vector<Live> live;
+  std::vector<DraftInProgress> in_progress;
   std::vector<int32_t> seqs;
   size_t n_pairs = 0;
   check_requests(requests);
@@ -313,16 +313,16 @@ std::vector<Draft> TokenDrafter::draft(const std::vector<DraftRequest>& requests
     const int32_t position = sequence.pairs.next_position();
     const int32_t limit = std::min({settings_.n_max, request.n_max, room_after(position)});
     if (limit < 1 || limit < settings_.n_min) continue;
-    live.push_back(Live{&request, &drafts[i], limit, position, -1, true, {}});
+    in_progress.push_back(DraftInProgress{&request, &drafts[i], limit, position, -1, true, {}});
     seqs.push_back(request.seq);
     n_pairs += sequence.pairs.n_complete();
   }
-  if (live.empty()) return drafts;
+  if (in_progress.empty()) return drafts;
   encode(seqs, poll);
-  if (chained || shared || n_pairs > kMostMixed) try_flush(seqs, poll);
+  if (chained || shared || n_pairs > kMaxMixedPairs) try_flush(seqs, poll);
   HeadSelection selection(*spec_);
-  start(live, poll);
-  for (Live& one : live) {
+  start(in_progress, poll);
+  for (DraftInProgress& one : in_progress) {
     auto& sequence = sequences_[one.request->seq];
     sequence.drop_complete();
     if (chained || shared) continue;
@@ -332,16 +332,16 @@ std::vector<Draft> TokenDrafter::draft(const std::vector<DraftRequest>& requests
   try {
     for (int32_t head = 1;; ++head) {
       bool any = false;
-      for (Live& one : live) {
-        one.going = one.going && take_choice(one);
-        any = any || one.going;
+      for (DraftInProgress& one : in_progress) {
+        one.active = one.active && take_choice(one);
+        any = any || one.active;
       }
       if (!any) break;
       selection.select(head);
-      step(live, poll);
+      step(in_progress, poll);
     }
   } catch (const ContextFull&) {
-    // The tokens drafted so far are a draft too.
+    // Return the tokens drafted so far.
   }
   drop_short(drafts, settings_);
   return drafts;

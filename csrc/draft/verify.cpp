@@ -10,15 +10,15 @@ namespace llamatap {
 
 namespace {
 
-// By how much the sum of float32 probabilities may miss 1.
-constexpr double kMostRounding = 1e-3;
+// Tolerance of the sum of float32 probabilities.
+constexpr double kMaxRoundingError = 1e-3;
 
 bool ends(const Context& context, const Stops& stops, int32_t token) {
   if (stops.end_of_generation && context.model()->vocab().is_end_of_generation(token)) return true;
   return std::find(stops.tokens.begin(), stops.tokens.end(), token) != stops.tokens.end();
 }
 
-/// Throws InvalidInput unless the token can have been drawn from these probabilities.
+/// Throws InvalidInput unless `probs` is a distribution that the token can have been drawn from.
 void check_distribution(const float* probs, int32_t n_vocab, int32_t token) {
   double sum = 0;
   bool good = true;
@@ -26,7 +26,7 @@ void check_distribution(const float* probs, int32_t n_vocab, int32_t token) {
     good = good && probs[v] >= 0;
     sum += double{probs[v]};
   }
-  if (!good || !(std::abs(sum - 1) <= kMostRounding)) {
+  if (!good || !(std::abs(sum - 1) <= kMaxRoundingError)) {
     throw InvalidInput(
         "the distribution that the drafted token " + std::to_string(token) +
         " was drawn from must hold probabilities, which are 0 or more and add up to 1, not to " +
@@ -34,7 +34,7 @@ void check_distribution(const float* probs, int32_t n_vocab, int32_t token) {
   }
   if (token < 0 || token >= n_vocab || !(probs[token] > 0)) {
     throw InvalidInput("the drafted token " + std::to_string(token) +
-                       " has no probability in the distribution that it was drawn from");
+                       " has probability 0 in the distribution that it was drawn from");
   }
 }
 
@@ -78,7 +78,7 @@ Verified verify_by_rejection(const Context& context, Sampler& sampler, int32_t f
       accepted = sampler.uniform() * double{q[token]} < double{p[token]};
       if (!accepted) {
         for (int32_t v = 0; v < n_vocab; ++v) rest[v] = std::max(0.0F, p[v] - q[v]);
-        // None is left where p is q but for rounding.
+        // All are 0 when p equals q up to rounding: then draw from p.
         if (std::any_of(rest.begin(), rest.end(), [](float one) { return one > 0; })) p.swap(rest);
       }
     }

@@ -9,15 +9,14 @@
 
 namespace llamatap {
 
-/// An assertion of the engine that failed on a thread with an AbortGuard.
+/// A failed assertion of the engine, on a thread with an AbortGuard.
 struct EngineAborted : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// While it lives, an assertion of the engine that fails on this thread throws EngineAborted instead of
-/// ending the process. Only for what the engine does on this thread alone: reading files, building graphs,
-/// cutting text into tokens. Its C sources are compiled with -fexceptions. Whatever was under construction
-/// must be discarded afterwards. Guards nest.
+/// While it lives, a failed assertion of the engine on this thread throws EngineAborted instead of ending the
+/// process. Only for work on this thread alone: reading files, building graphs, tokenizing. Needs the
+/// engine's C sources compiled with -fexceptions. Discard objects under construction afterwards. Guards nest.
 class AbortGuard {
  public:
   AbortGuard();
@@ -25,8 +24,8 @@ class AbortGuard {
   AbortGuard(const AbortGuard&) = delete;
   AbortGuard& operator=(const AbortGuard&) = delete;
 
-  /// Ends the effect of the guards: from here on other threads of the engine work on the same graph and wait
-  /// for this one.
+  /// Ends the effect of the guards: from here on, other engine threads compute the same graph and wait for
+  /// this one.
   static void suspend() noexcept;
 
  private:
@@ -36,7 +35,7 @@ class AbortGuard {
 /// Without a guard, a failed assertion prints its message to stderr and ends the process.
 void install_abort_handler();
 
-/// Runs `work` under a guard. Exceptions of the engine become EngineFailed, with `what` in front.
+/// Runs `work` under a guard. Exceptions of the engine become EngineFailed, prefixed by `what`.
 template <typename Work>
 auto guarded(const char* what, Work&& work) {
   const AbortGuard guard;

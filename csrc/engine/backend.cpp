@@ -51,7 +51,7 @@ Candidate examine(const fs::path& path) {
 ggml_backend_reg_t load(Candidate candidate) {
   if (candidate.score == 0) return nullptr;
   ggml_backend_reg_t registry = ggml_backend_load(candidate.path.c_str());
-  // A GPU's runtime does not survive being unloaded: what is in use stays.
+  // Keep a used library loaded: a GPU's runtime does not survive unloading.
   if (registry != nullptr) static_cast<void>(candidate.library.release());
   return registry;
 }
@@ -88,7 +88,7 @@ void load_backends(const std::string& folder) {
     auto& choice = best[kind];
     if (candidate.score > choice.score) choice = std::move(candidate);
   }
-  // The engine offers devices in the order of registration, and falls back to the CPU last.
+  // The engine lists devices in the order of registration: the CPU goes last.
   auto cpu = best.extract("cpu");
   for (auto& [kind, choice] : best) load(std::move(choice));
   const LogScope log;
@@ -136,8 +136,8 @@ std::vector<std::pair<std::string, std::string>> cpu_features() {
 
 Threadpool make_threadpool(int n_threads) {
   auto params = ggml_threadpool_params_default(n_threads);
-  // Threads that wait for work by spinning take the cores from another context of the process: a drafted
-  // round, in which two take turns, was three times as long on two cores.
+  // Do not spin while waiting for work: that takes cores from other contexts. With spinning, a draft round
+  // (two contexts in turn) took 3 times as long on 2 cores.
   params.poll = 0;
   const auto create = cpu_function<decltype(&ggml_threadpool_new)>("ggml_threadpool_new");
   const auto destroy = cpu_function<decltype(&ggml_threadpool_free)>("ggml_threadpool_free");

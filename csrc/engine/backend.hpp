@@ -10,9 +10,9 @@ struct ggml_threadpool;
 
 namespace llamatap {
 
-/// Loads the engine's back ends from `folder`: for each kind (cuda, metal, cpu, ...) the library that scores
-/// itself best on this machine. Only the first call has an effect. Throws EngineFailed when no CPU back end
-/// can be loaded.
+/// Loads the engine's back ends from `folder`: of each kind (cuda, metal, cpu, ...) the library with the best
+/// score on this machine. Only the first call has an effect. Throws EngineFailed when no CPU back end can be
+/// loaded.
 void load_backends(const std::string& folder);
 
 struct DeviceInfo {
@@ -27,10 +27,10 @@ std::vector<DeviceInfo> devices();
 /// Whether a device other than the CPU is present.
 bool has_gpu();
 
-/// The CPU features that the loaded CPU back end was compiled for, as (feature, value) pairs.
+/// CPU features that the loaded CPU back end was compiled for: (feature, value) pairs.
 std::vector<std::pair<std::string, std::string>> cpu_features();
 
-/// The engine's own worker threads. Without a pool the engine starts threads anew for each part of a graph.
+/// Worker threads. Without a pool, the engine starts new threads for each part of a graph.
 using Threadpool = std::unique_ptr<ggml_threadpool, void (*)(ggml_threadpool*)>;
 
 Threadpool make_threadpool(int n_threads);

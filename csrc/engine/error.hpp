@@ -5,8 +5,7 @@
 
 namespace llamatap {
 
-/// Base of all errors thrown by the core. `python_name` is the class of `llamatap.errors` that the
-/// bindings raise for it.
+/// Base of all errors of the core. `python_name`: the class of `llamatap.errors` that the bindings raise.
 class Error : public std::runtime_error {
  public:
   Error(const char* python_name, const std::string& message)
@@ -28,7 +27,7 @@ struct NotFinite : Error {
   explicit NotFinite(const std::string& message) : Error("NotFiniteError", message) {}
 };
 
-/// The model, the build or the engine cannot do this.
+/// Not possible with this model, build or engine.
 struct Unsupported : Error {
   explicit Unsupported(const std::string& message) : Error("UnsupportedError", message) {}
 };
@@ -38,12 +37,12 @@ struct ModelLoadFailed : Error {
   explicit ModelLoadFailed(const std::string& message) : Error("ModelLoadError", message) {}
 };
 
-/// There is no room left in the context's memory; it is unchanged.
+/// The context's memory has no room; it is unchanged.
 struct ContextFull : Error {
   explicit ContextFull(const std::string& message) : Error("ContextFullError", message) {}
 };
 
-/// More memory would be taken than there is; nothing was allocated.
+/// Not enough memory; nothing was allocated.
 struct OutOfMemory : Error {
   explicit OutOfMemory(const std::string& message) : Error("OutOfMemoryError", message) {}
 };
@@ -58,17 +57,18 @@ struct Closed : Error {
   explicit Closed(const std::string& message) : Error("ClosedError", message) {}
 };
 
-/// The engine reported a failure that the arguments do not explain.
+/// A failure inside the engine.
 struct EngineFailed : Error {
   explicit EngineFailed(const std::string& message) : Error("EngineError", message) {}
 };
 
-/// The function that the caller gave said that nobody wants the result.
+/// The caller's `cancelled` function returned true.
 struct Cancelled : Error {
-  Cancelled() : Error("CancelledError", "cancelled while the engine was at work; nothing of it is kept") {}
+  Cancelled()
+      : Error("CancelledError", "cancelled while the engine was computing; the results were discarded") {}
 };
 
-/// The caller's poll asked for an end; the caller knows why.
+/// The caller's poll asked to stop.
 struct Interrupted : std::exception {
   const char* what() const noexcept override { return "interrupted"; }
 };

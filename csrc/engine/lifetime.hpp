@@ -10,8 +10,9 @@
 
 namespace llamatap {
 
-/// The engine's static objects die when the process exits; a thread that still computes then would crash.
-/// So the end is announced first: running work stops at its next node, new work is refused.
+/// Counts running engine calls, so that the process can exit safely: the engine's static objects are
+/// destroyed at exit, and a thread still computing would crash. end() is called first; then running work
+/// stops at its next node and new work is refused.
 class Activity {
  public:
   Activity() {
@@ -27,11 +28,11 @@ class Activity {
 
   static bool ending() { return flag(); }
 
-  /// Whether another thread has announced the end.
+  /// Whether another thread has called end().
   static bool ended_elsewhere() { return ending() && std::this_thread::get_id() != ender(); }
 
-  /// Held by a thread that goes back to the interpreter. Once another thread has announced the end, it waits
-  /// here for that of the process instead; and the end waits for those that came before it was announced.
+  /// Held by a thread while it returns to the interpreter. After another thread's end() it waits here until
+  /// the process ends; end() waits for the threads that returned before it.
   class Return {
    public:
     Return() {
@@ -45,17 +46,17 @@ class Activity {
     Return& operator=(const Return&) = delete;
   };
 
-  /// Announces the end and waits until nothing runs any more, ten seconds at most.
+  /// Stops all work and waits until nothing runs, 10 seconds at most.
   static void end() {
     ender() = std::this_thread::get_id();
     flag() = true;
-    // A forked child has none of the threads that were running.
+    // A forked child does not have the threads that were running.
     if (getpid() != owner()) return;
     for (int i = 0; i < 10000 && running() + returning() > 0; ++i)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 
-  /// The process whose threads are counted: the one that calls this first.
+  /// The process whose threads are counted: the first one to call this.
   static pid_t owner() {
     static const pid_t value = getpid();
     return value;

@@ -15,7 +15,7 @@ constexpr size_t kMaxLines = 4096;
 
 thread_local LogScope* current_scope = nullptr;
 thread_local int mutes = 0;
-// The engine writes a line in pieces; each thread has one open line at most.
+// The engine writes a line in pieces; a thread has at most one open line.
 thread_local std::string open_line;
 thread_local LogLevel open_level = LogLevel::info;
 
@@ -64,7 +64,7 @@ struct LogSink {
 
 void install_log_sink() {
   llama_log_set(&LogSink::on_log, nullptr);
-  // A fork while another thread logs would leave the child a mutex that nobody unlocks.
+  // A fork while another thread logs would leave the child with a locked mutex.
   static const auto unlock = [] { LogSink::instance().mutex.unlock(); };
   pthread_atfork([] { LogSink::instance().mutex.lock(); }, unlock, unlock);
 }

@@ -12,15 +12,15 @@ struct LogLine {
   std::string text;
 };
 
-/// Sends the engine's log lines to a bounded buffer of this process instead of stderr. The engine
-/// logs from inside calls that must not take the GIL, so lines wait here until `drain_log`.
+/// Redirects the engine's log from stderr to a bounded buffer: calls that log must not take the GIL, so lines
+/// are kept until drain_log().
 void install_log_sink();
 
-/// The lines that have gathered since the last call, oldest first.
+/// Lines since the last call, oldest first.
 std::vector<LogLine> drain_log();
 
-/// Collects the errors and warnings that the engine logs on this thread while it lives, so that an
-/// exception can say what the engine said. Scopes nest.
+/// While it lives, collects the engine's errors and warnings on this thread, for exception messages. Scopes
+/// nest.
 class LogScope {
  public:
   LogScope();
@@ -28,7 +28,7 @@ class LogScope {
   LogScope(const LogScope&) = delete;
   LogScope& operator=(const LogScope&) = delete;
 
-  /// The collected lines, joined; empty when there were none.
+  /// The collected lines, joined.
   const std::string& text() const { return text_; }
 
  private:
@@ -37,7 +37,7 @@ class LogScope {
   std::string text_;
 };
 
-/// While it lives, what the engine logs on this thread is dropped. Scopes nest.
+/// While it lives, drops the engine's log lines on this thread. Scopes nest.
 class LogMute {
  public:
   LogMute();

@@ -4,10 +4,10 @@
 
 namespace llamatap {
 
-/// Bytes for a message: "12 MiB", "1.25 GiB".
+/// A number of bytes for messages: "12 MiB", "1.25 GiB".
 std::string size_text(double bytes);
 
-/// Whether the engine's words say that it failed because it got no memory.
+/// Whether an engine message reports a failed allocation.
 bool says_no_memory(const std::string& message);
 
 }  // namespace llamatap

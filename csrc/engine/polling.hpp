@@ -14,12 +14,12 @@
 
 namespace llamatap {
 
-/// Called on the waiting thread while the engine works on another; true asks for an end. This is how
-/// a caller looks for Ctrl-C or reports progress without any engine callback entering Python.
+/// Called on the waiting thread while the engine works on another; returns true to stop. Used to check for
+/// Ctrl-C and to report progress, so that no engine callback enters Python.
 using Poll = std::function<bool()>;
 
-/// Runs `work(stop)` on a thread of its own and calls `poll` here about every 50 ms until it ends;
-/// `stop` turns true once `poll` has asked for an end. What `work` or `poll` throws is thrown here.
+/// Runs `work(stop)` on a new thread and calls `poll` on this one about every 50 ms until it ends; `stop`
+/// becomes true when `poll` returns true. Rethrows exceptions of both.
 template <typename Work>
 void run_polling(Work&& work, const Poll& poll) {
   std::atomic<bool> stop{false};
@@ -48,7 +48,7 @@ void run_polling(Work&& work, const Poll& poll) {
         stop = poll();
 #ifdef __GLIBCXX__
       } catch (abi::__forced_unwind&) {
-        // The thread is being ended (Python does so when it goes down); this must go on.
+        // Python unwinds the thread at shutdown; this exception must be rethrown.
         stop = true;
         thread.join();
         throw;

@@ -10,8 +10,8 @@ namespace llamatap {
 
 namespace {
 
-// More would be a buffer of gigabytes.
-constexpr int32_t kMostRecent = 1 << 20;
+// A larger buffer would take gigabytes.
+constexpr int32_t kMaxPenaltyLastN = 1 << 20;
 
 void require(bool good, const char* what) {
   if (!good) throw InvalidInput(what);
@@ -32,7 +32,7 @@ Sampler::Sampler(std::shared_ptr<Model> model, const SamplerOptions& options)
           "repeat_penalty must be above 0");
   require(std::isfinite(options.frequency_penalty), "frequency_penalty must be finite");
   require(std::isfinite(options.presence_penalty), "presence_penalty must be finite");
-  require(options.penalty_last_n >= 0 && options.penalty_last_n <= kMostRecent,
+  require(options.penalty_last_n >= 0 && options.penalty_last_n <= kMaxPenaltyLastN,
           "penalty_last_n must be in 0..1048576 (0: no penalties)");
   check_bias();
 
@@ -55,19 +55,13 @@ Sampler::Sampler(std::shared_ptr<Model> model, const SamplerOptions& options)
   add(llama_sampler_init_dist(options.seed));
 }
 
-std::unique_lock<std::mutex> Sampler::hold() {
-  std::unique_lock<std::mutex> held(mutex_, std::try_to_lock);
-  if (!held) throw Busy("another thread is using this sampler; give each thread a sampler of its own");
-  return held;
-}
-
 void Sampler::check_bias() const {
   int32_t n_left = model_->vocab().size();
   for (const auto& [token, bias] : options_.logit_bias) {
     model_->vocab().check(token);
     if (std::isnan(bias) || (std::isinf(bias) && bias > 0)) {
       throw InvalidInput("the logit_bias of token " + std::to_string(token) +
-                         " must be finite, or -infinity, which rules it out");
+                         " must be finite, or -infinity to rule the token out");
     }
     if (std::isinf(bias)) --n_left;
   }
@@ -82,7 +76,7 @@ std::vector<llama_token_data> Sampler::candidates(const float* logits, int32_t n
   std::vector<llama_token_data> result(static_cast<size_t>(n_vocab));
   for (int32_t token = 0; token < n_vocab; ++token) result[token] = {token, logits[token], 0.0F};
   for (const auto& [token, bias] : options_.logit_bias) result[token].logit += bias;
-  float largest = -1;  // of the absolute values; -infinity rules a token out
+  float largest = -1;  // absolute value; -infinity (ruled out) is skipped
   for (int32_t token = 0; token < n_vocab; ++token) {
     const float logit = result[token].logit;
     if (std::isnan(logit) || (std::isinf(logit) && logit > 0)) {
@@ -92,8 +86,9 @@ std::vector<llama_token_data> Sampler::candidates(const float* logits, int32_t n
   }
   if (largest < 0) throw InvalidInput("the logits leave no token possible: all are -infinity");
   if (options_.temperature > 0 && !std::isfinite(largest / options_.temperature)) {
-    throw InvalidInput("logits up to " + std::to_string(largest) +
-                       " overflow when divided by the temperature; 0 takes the most likely token");
+    throw InvalidInput(
+        "logits up to " + std::to_string(largest) +
+        " overflow when divided by the temperature; use temperature=0 for the most likely token");
   }
   return result;
 }
@@ -113,24 +108,24 @@ int32_t Sampler::sample(const float* logits, int32_t n_vocab) {
   return token;
 }
 
-/// The token that a chain of the greedy sampler alone chooses, without its copy of all candidates.
+/// The token that a purely greedy chain chooses, without copying all candidates.
 int32_t Sampler::most_likely(const float* logits, int32_t n_vocab) const {
   int32_t best = -1;
-  bool all_numbers = n_vocab == model_->vocab().size();
-  for (int32_t token = 0; token < n_vocab && all_numbers; ++token) {
+  bool all_finite = n_vocab == model_->vocab().size();
+  for (int32_t token = 0; token < n_vocab && all_finite; ++token) {
     const float logit = logits[token];
-    all_numbers = logit < std::numeric_limits<float>::infinity();  // and no NaN
+    all_finite = logit < std::numeric_limits<float>::infinity();  // false for NaN, too
     if (best < 0 || logit > logits[best]) best = token;
   }
-  // Says what is wrong.
-  if (!all_numbers || best < 0 || std::isinf(logits[best])) return candidates(logits, n_vocab).front().id;
+  // candidates() throws the right error.
+  if (!all_finite || best < 0 || std::isinf(logits[best])) return candidates(logits, n_vocab).front().id;
   return best;
 }
 
 void Sampler::distribution(const float* logits, int32_t n_vocab, float* probs) const {
   auto all = candidates(logits, n_vocab);
   llama_token_data_array array{all.data(), all.size(), -1, false};
-  // All of the chain but the choice at its end.
+  // The whole chain except the choice at its end.
   const int32_t n = llama_sampler_chain_n(chain_.get()) - 1;
   for (int32_t i = 0; i < n; ++i) llama_sampler_apply(llama_sampler_chain_get(chain_.get(), i), &array);
   std::fill(probs, probs + n_vocab, 0.0F);
@@ -151,8 +146,7 @@ void Sampler::distribution(const float* logits, int32_t n_vocab, float* probs) c
 }
 
 void Sampler::seed_draws() {
-  // The chain draws its own numbers from the seed alone; the same ones here would tie a token to the one
-  // before.
+  // The chain's own random numbers come from the seed alone; reusing them here would correlate tokens.
   std::seed_seq keys{options_.seed, 1U};
   random_.seed(keys);
 }

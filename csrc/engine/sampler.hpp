@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "engine/model/model.hpp"
+#include "engine/try_hold.hpp"
 
 namespace llamatap {
 
@@ -23,37 +24,38 @@ struct SamplerOptions {
   float presence_penalty = 0.0F;
   int32_t penalty_last_n = 64;  // 0: no penalties
   uint32_t seed = 0;
-  // Added to the logits of tokens before all else; -infinity rules a token out.
+  // Added to the logits first; -infinity rules a token out.
   std::vector<std::pair<int32_t, float>> logit_bias;
 };
 
-/// The engine's sampler chain, in this order: penalties, top-k, top-p, min-p, temperature, draw; before
-/// it, the bias of logits. Holds the recent tokens (for the penalties) and the state of the random numbers.
-/// One thread at a time: who calls it holds it.
+/// Sampler chain of the engine: logit bias, penalties, top-k, top-p, min-p, temperature, draw. Keeps the
+/// recent tokens (for the penalties) and the random state. One thread at a time: the caller must hold() it.
 class Sampler {
  public:
   Sampler(std::shared_ptr<Model> model, const SamplerOptions& options);
 
   const SamplerOptions& options() const { return options_; }
-  /// Throws Busy when another thread holds it.
-  std::unique_lock<std::mutex> hold();
-  /// Draws a token from `n_vocab` logits and takes note of it.
+  /// Throws Busy if another thread holds it.
+  std::unique_lock<std::mutex> hold() {
+    return try_hold(mutex_, "another thread is using this sampler; give each thread a sampler of its own");
+  }
+  /// Draws a token from `n_vocab` logits and accepts it.
   int32_t sample(const float* logits, int32_t n_vocab);
-  /// The probabilities that `sample` would draw from: 0 for what the chain rules out. With temperature 0, 1
-  /// for the most likely token.
+  /// The probabilities that sample() would draw from: 0 for tokens that the chain rules out. With temperature
+  /// 0: 1 for the most likely token.
   void distribution(const float* logits, int32_t n_vocab, float* probs) const;
-  /// The next of the random numbers in [0, 1) for who draws from `distribution`.
+  /// Next uniform number in [0, 1), for sampling from `distribution`.
   double uniform();
-  /// Takes note of a token that was not drawn here.
+  /// Accepts a token that was not drawn here (for the penalties).
   void accept(int32_t token);
-  /// Back to the start: no tokens noted, random numbers from the seed.
+  /// Back to the initial state: no recent tokens, random numbers from the seed.
   void reset();
 
  private:
   void seed_draws();
   void check_bias() const;
   int32_t most_likely(const float* logits, int32_t n_vocab) const;
-  /// The tokens and their logits, biased. Throws InvalidInput when the chain cannot choose among them.
+  /// All tokens with their biased logits. Throws InvalidInput when the chain cannot choose one.
   std::vector<llama_token_data> candidates(const float* logits, int32_t n_vocab) const;
 
   std::shared_ptr<Model> model_;

@@ -39,13 +39,13 @@ class Model:
     def load(
         path: bytes,
         *,
+        progress: typing.Any,
         n_gpu_layers: typing.SupportsInt | typing.SupportsIndex,
         use_mmap: bool,
         load_mtp: bool,
         vocab_only: bool,
         weights: str | None,
         memory_available: typing.SupportsInt | typing.SupportsIndex,
-        progress: typing.Any,
     ) -> Model:
         """
         Load a GGUF file. `progress(fraction)` is called about every 50 ms.
@@ -57,7 +57,7 @@ class Model:
     ) -> bytes: ...
     def find_tokens(self, texts: collections.abc.Sequence[str]) -> list[int | None]:
         """
-        For each text the token that the file spells so, if there is one.
+        For each text: the token with exactly this spelling, or None.
         """
     def is_control(self, token: typing.SupportsInt | typing.SupportsIndex) -> bool: ...
     def is_end_of_generation(self, token: typing.SupportsInt | typing.SupportsIndex) -> bool: ...
@@ -121,10 +121,10 @@ class Model:
 
 class Batch:
     """
-    What one decode is given: entries of (token, position, sequence, output flag).
+    Input of one decode: entries of (token, position, sequence, output flag).
 
-    Rows of states and logits are numbered as the entries are, whatever order the engine computes them in.
-    A batch holds token ids, or, when made with ``n_embd``, embeddings in their place.
+    Rows of states and logits are in the order of the entries, whatever order the engine computes them in.
+    A batch holds token ids, or embeddings when made with ``n_embd``.
     """
     @staticmethod
     def of(
@@ -138,11 +138,11 @@ class Batch:
         :param tokens: token ids, in a list or an array of integers.
         :param seq: the sequence that they belong to.
         :param pos0: the position of the first one.
-        :raises InvalidInputError: they are no token ids.
+        :raises InvalidInputError: ``tokens`` are not token ids.
         """
     def __init__(self, n_embd: typing.SupportsIndex = 0) -> None:
         """
-        An empty batch; of embeddings of that width when ``n_embd`` is not 0.
+        An empty batch: of tokens, or of embeddings of width ``n_embd`` when that is not 0.
         """
     def __len__(self) -> int: ...
     def __reduce__(self) -> typing.Any: ...
@@ -157,7 +157,7 @@ class Batch:
         Append a token.
 
         :param pos: its position in the sequence, from 0.
-        :param seq: the sequence that it belongs to, or a list of several.
+        :param seq: the sequence that it belongs to, or a list of sequences.
         :param output: whether logits are wanted for it.
         :raises InvalidInputError: the batch holds embeddings.
         """
@@ -172,7 +172,7 @@ class Batch:
         Append an embedding in place of a token.
 
         :param values: float32[n_embd], C-contiguous; copied.
-        :raises InvalidInputError: another width, NaN or infinity among the values, or the batch holds tokens.
+        :raises InvalidInputError: the width is wrong, a value is NaN or infinite, or the batch holds tokens.
         """
     def clear(self) -> None:
         """
@@ -251,7 +251,7 @@ class Context:
         cancelled: collections.abc.Callable[[], bool] | None = None,
     ) -> bool:
         """
-        Capture without logits: jobs are (tokens, begin, end, pooling, out as bytes), a sequence each. `cancelled` is asked about every 50 ms; when it says so, CancelledError is raised. Returns whether all values of the last wanted layer are finite.
+        Capture without logits: jobs are (tokens, begin, end, pooling, out as bytes), one sequence each. `cancelled` is called about every 50 ms; when it returns True, CancelledError is raised. Returns whether all values of the last wanted layer are finite.
         """
     def logits(
         self, row: typing.SupportsInt | typing.SupportsIndex
@@ -307,7 +307,7 @@ class Context:
 
 class LayerMap:
     """
-    Map from each layer of a model to the node of the engine's graph that gives it.
+    Maps each layer of a model to its node in the engine's graph.
     """
     @staticmethod
     def resolve(model: Model) -> LayerMap: ...
@@ -321,7 +321,7 @@ class LayerMap:
     @property
     def hooked(self) -> list[bool]:
         """
-        By slot: whether the engine's own hook gives the same node.
+        By slot: whether the engine's layer-input hook gives the same node.
         """
     @property
     def n_embd(self) -> int: ...
@@ -330,7 +330,7 @@ class LayerMap:
     @property
     def nodes(self) -> list[tuple[str, bool]]:
         """
-        By slot (0..n, then the norm): the node's name, and whether it has rows for outputs only. The norm's name is empty where the model has none.
+        By slot (0..n, then the norm): the node's name, and whether it has rows for outputs only. The norm's name is empty when the model has none.
         """
     @property
     def norm_slot(self) -> int: ...
@@ -364,7 +364,7 @@ class Sampler:
 
 class SpeculativeContext:
     """
-    One context of a draft model for all sequences of a target's.
+    Draft model's context, for all sequences of the target.
     """
     def __init__(
         self,
@@ -401,7 +401,7 @@ class SpeculativeContext:
         numpy.typing.NDArray[numpy.float32] | None,
     ]:
         """
-        (ids, probabilities, next states or None, logits or None) of the outputs.
+        Decode pairs: (ids, probabilities, next states or None, logits or None) of the outputs.
         """
     def encode(
         self, features: numpy.typing.NDArray[numpy.float32]
@@ -425,7 +425,7 @@ class SpeculativeContext:
 
 class Drafter:
     """
-    Guesses the next tokens of sequences.
+    Drafts the next tokens of sequences.
     """
     def __reduce__(self) -> typing.Any: ...
     def accept(
@@ -459,32 +459,32 @@ def allocate(
     shape: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], dtype: str
 ) -> numpy.ndarray[typing.Any, numpy.dtype[typing.Any]]:
     """
-    A writable array in memory of our own, aligned to 64 bytes, not initialised; bfloat16 as uint16.
+    A writable array, aligned to 64 bytes, not initialised; bfloat16 as uint16.
     """
 
 def build_info() -> dict[str, str]:
     """
-    What this build was made of.
+    Versions and options of this build.
     """
 
 def cpu_features() -> list[tuple[str, str]]:
     """
-    What the CPU back end was compiled for: (feature, value) pairs.
+    CPU features that the CPU back end was compiled for: (feature, value) pairs.
     """
 
 def devices() -> list[dict[str, typing.Any]]:
     """
-    The devices that the loaded back ends offer.
+    Devices of the loaded back ends.
     """
 
 def drain_log() -> list[tuple[int, str]]:
     """
-    The engine's log lines since the last call: (logging level, text), oldest first.
+    Log lines of the engine since the last call: (logging level, text), oldest first.
     """
 
 def load_backends(folder: str) -> None:
     """
-    Load the engine's back ends from a folder, once for the process.
+    Load the engine's back ends from a folder, once per process.
     """
 
 def logprobs(
@@ -498,7 +498,7 @@ def logprobs(
     numpy.typing.NDArray[numpy.float64],
 ]:
     """
-    Of each token in turn, at the outputs first_row, first_row + 1, ...: (its log-probability, the most likely ids, their log-probabilities).
+    For tokens at the outputs first_row, first_row + 1, ...: (log-probabilities of the tokens, the most likely ids, their log-probabilities).
     """
 
 def logprobs_of(
@@ -511,7 +511,7 @@ def logprobs_of(
     numpy.typing.NDArray[numpy.float64],
 ]:
     """
-    The same of one row of logits.
+    Like logprobs(), for one token and one row of logits.
     """
 
 def ngram_drafter(
@@ -522,7 +522,7 @@ def ngram_drafter(
     n_min: typing.SupportsInt | typing.SupportsIndex,
 ) -> Drafter:
     """
-    A drafter of what followed the same tokens before.
+    A drafter of the tokens that followed an earlier occurrence of the last n-gram.
     """
 
 def read_metadata(
@@ -534,7 +534,7 @@ def read_metadata(
 
 def shut_down() -> None:
     """
-    Stop all running work and refuse new: for the interpreter's exit.
+    Stop all running work and refuse new work, before the interpreter exits.
     """
 
 def speculative_drafter(
@@ -560,5 +560,5 @@ def verify(
     stops: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
 ) -> tuple[list[int], int]:
     """
-    (tokens, how many of the draft were accepted).
+    Verify a draft: (tokens, number of accepted draft tokens).
     """

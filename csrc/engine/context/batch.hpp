@@ -6,15 +6,15 @@
 
 namespace llamatap {
 
-/// Input of one decode: entries of (token, embedding or pair; position; sequences; output flag). All entries
-/// of a batch are tokens, or embeddings, or pairs of a token and a state. Rows of results are in the order of
-/// its entries.
+/// Input of one decode: entries of (token, embedding or pair; position; sequences; output flag). A pair is a
+/// token and a state. All entries of a batch are of the same kind. Result rows are in the order of the
+/// entries.
 class Batch {
  public:
   /// `n_embd` is the width of embedding entries; 0 for a batch of tokens.
   explicit Batch(int32_t n_embd = 0) : n_embd_(n_embd), has_tokens_(n_embd == 0) {}
 
-  /// A batch of pairs, with states of this width: what EAGLE-3 and MTP blocks compute.
+  /// A batch of pairs with states of this width, for EAGLE-3 and MTP blocks.
   static Batch of_pairs(int32_t n_state) {
     Batch batch(n_state);
     batch.has_tokens_ = true;
@@ -31,7 +31,7 @@ class Batch {
   int32_t size() const { return static_cast<int32_t>(positions_.size()); }
   int32_t n_embd() const { return n_embd_; }
   bool has_tokens() const { return has_tokens_; }
-  /// Whether entries carry values: embeddings in the place of tokens, or states beside them.
+  /// Whether entries carry values: embeddings in place of tokens, or states beside them.
   bool has_embeddings() const { return n_embd_ > 0; }
   const std::vector<int32_t>& tokens() const { return tokens_; }
   const float* embedding(int32_t row) const {

@@ -32,8 +32,8 @@ void check_entry(const Batch& batch, int32_t row, const BatchRules& rules) {
   require(!sequences.empty(), [] { return std::string("it belongs to no sequence"); });
   require(sequences.size() == 1 || rules.shares_entries, [] {
     return std::string(
-        "it belongs to several sequences, which takes kv_unified=True and a model with attention; add it "
-        "once for each");
+        "it belongs to several sequences, which needs kv_unified=True and a model with attention; add it "
+        "once per sequence");
   });
   for (const int32_t seq : sequences) {
     require(seq >= 0 && seq < static_cast<int32_t>(rules.n_seq_max), [&] {
@@ -43,7 +43,7 @@ void check_entry(const Batch& batch, int32_t row, const BatchRules& rules) {
   }
 }
 
-/// The limits of a batch that is computed in one ubatch.
+/// Checks a batch that is computed in one ubatch.
 void check_at_once(int32_t n, bool several_sequences, const BatchRules& rules) {
   if (n > static_cast<int32_t>(rules.n_ubatch)) {
     throw InvalidInput("a model without causal attention sees all " + number(n) +
@@ -59,8 +59,8 @@ void check_at_once(int32_t n, bool several_sequences, const BatchRules& rules) {
   }
 }
 
-/// The positions of a sequence in a batch, sorted, must continue the memory without a gap; with M-RoPE they
-/// must come after it.
+/// Checks the sorted positions of a sequence in a batch: they must continue the memory without a gap; with
+/// M-RoPE, they must be above its last position.
 void check_positions(const std::vector<int32_t>& positions, int32_t seq, int32_t last,
                      const BatchRules& rules) {
   const auto what = "sequence " + number(seq) + ": ";

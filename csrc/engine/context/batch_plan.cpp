@@ -11,8 +11,8 @@ namespace llamatap {
 
 namespace {
 
-/// The entries in an order in which the positions of each sequence rise, as the engine wants them: that of
-/// the batch where it serves.
+/// An order in which the positions of each sequence increase, as the engine requires: the batch's own order
+/// if possible.
 std::vector<int32_t> rising_order(const Batch& batch, uint32_t n_seq_max) {
   std::vector<int32_t> order(static_cast<size_t>(batch.size()));
   std::iota(order.begin(), order.end(), 0);
@@ -31,7 +31,7 @@ std::vector<int32_t> rising_order(const Batch& batch, uint32_t n_seq_max) {
   return order;
 }
 
-/// The entries before the first output of each of their sequences, and the others.
+/// Splits the entries: those before the first output of each of their sequences, and the others.
 std::pair<std::vector<int32_t>, std::vector<int32_t>> split_at_outputs(const Batch& batch,
                                                                        const std::vector<int32_t>& order,
                                                                        uint32_t n_seq_max) {
@@ -50,10 +50,10 @@ std::pair<std::vector<int32_t>, std::vector<int32_t>> split_at_outputs(const Bat
   return {std::move(early), std::move(late)};
 }
 
-/// Largest pieces of some entries, in order.
+/// Limits of a piece.
 struct Cut {
-  size_t longest;       // entries of a piece
-  size_t most_flagged;  // and of them those that pass through the last block
+  size_t longest;       // entries
+  size_t most_flagged;  // entries that pass through the last block
   bool may_stop;
 };
 
@@ -89,8 +89,8 @@ std::vector<Piece> plan_batch(const Batch& batch, const BatchRules& rules, const
   const auto is_output = [&](int32_t row) { return batch.outputs()[row]; };
   const bool any_output = std::any_of(order.begin(), order.end(), is_output);
 
-  // Entries whose last block is wanted but whose logits are not come first, in pieces that end before the
-  // output head. The others start, in each sequence, with its first output.
+  // Entries that need the last block but no logits come first, in pieces that stop before the output head.
+  // The others start with the first output of their sequence.
   auto [early, late] = split_at_outputs(batch, order, rules.n_seq_max);
   const bool early_needed = std::any_of(early.begin(), early.end(), needed);
   if (rules.at_once || (any_output && !early_needed)) {
@@ -99,11 +99,11 @@ std::vector<Piece> plan_batch(const Batch& batch, const BatchRules& rules, const
   }
 
   const size_t outputs_max = rules.n_outputs_max > 0 ? rules.n_outputs_max : rules.n_batch;
-  // The engine makes room for logits of every flagged entry of a call, computed or not.
+  // The engine reserves logits for every flagged entry of a call, computed or not.
   const auto flagged = [&](int32_t row) {
     return is_output(row) || needed(row) || (any_output && rules.computes_all_rows);
   };
-  // Looking for places for a second ubatch, the engine loses tokens that the first one's windows still reach.
+  // With a second ubatch, the engine overwrites cells that the windows of the first one still need.
   const size_t one_ubatch = std::min(rules.n_ubatch, rules.n_batch);
   std::vector<Piece> pieces;
   cut(early, {early_needed || rules.n_swa > 0 ? one_ubatch : rules.n_batch, outputs_max, wishes.may_stop},
@@ -114,8 +114,8 @@ std::vector<Piece> plan_batch(const Batch& batch, const BatchRules& rules, const
       flagged, pieces);
   if (rules.at_once && pieces.size() > 1) {
     throw InvalidInput(
-        "a model without causal attention sees all tokens at once, but more of the batch pass through its "
-        "last block than the context's n_outputs_max allows (" +
+        "a model without causal attention sees all tokens at once, but more entries pass through its last "
+        "block than the context's n_outputs_max allows (" +
         std::to_string(outputs_max) + ")");
   }
   return pieces;

@@ -4,7 +4,7 @@
 
 namespace llamatap {
 
-/// Limits and abilities of a context that decide which batches it takes and how they are cut.
+/// Limits and abilities of a context, for checking and splitting batches.
 struct BatchRules {
   int32_t n_vocab = 0;
   int32_t position_limit = 0;
@@ -15,10 +15,10 @@ struct BatchRules {
   uint32_t n_ubatch = 0;
   uint32_t n_outputs_max = 0;  // outputs of one engine call; 0: n_batch
   bool has_memory = true;      // past tokens are kept
-  bool at_once = false;        // a batch is computed in one ubatch: no memory, or tokens that see later ones
+  bool at_once = false;        // a batch is computed in one ubatch: no memory, or no causal attention
   bool kv_unified = true;
   bool shares_entries = true;      // an entry may belong to several sequences
-  bool computes_all_rows = false;  // the engine computes all rows to the end and reads the first ones
+  bool computes_all_rows = false;  // the engine computes all rows, outputs or not, and reads the first ones
 };
 
 }  // namespace llamatap

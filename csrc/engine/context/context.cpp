@@ -23,7 +23,7 @@ ggml_type cache_type(const std::string& name) {
     if (name == ggml_type_name(type)) return type;
   }
   throw InvalidInput("unknown KV cache type '" + name +
-                     "'; known are f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0, q5_1");
+                     "'; expected f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0, q5_1");
 }
 
 llama_context_params engine_params(const ContextOptions& options) {
@@ -89,13 +89,13 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
 
 ContextLock Context::hold() const {
   if (broken_) {
-    throw EngineFailed("an earlier call failed inside of the engine; close this context and make another");
+    throw EngineFailed("an earlier call failed inside the engine; close this context and make another");
   }
   return ContextLock(mutex_, *model_);
 }
 
 Context::~Context() {
-  // In a forked child the engine's threads are gone and cannot be joined: what they share is left alone.
+  // A forked child does not have the engine's threads and cannot join them: leave shared objects alone.
   if (model_->process() == static_cast<int32_t>(getpid())) return;
   static_cast<void>(context_.release());
   static_cast<void>(threadpool_.release());

@@ -25,7 +25,7 @@
 
 namespace llamatap {
 
-/// A model with memory: decodes batches. One thread at a time: a second one gets Busy.
+/// Decodes batches with a model and keeps its memory. One thread at a time: a second one gets Busy.
 class Context {
  public:
   Context(std::shared_ptr<Model> model, const ContextOptions& options);
@@ -33,22 +33,22 @@ class Context {
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
-  /// Locks the context. Every call does, and so must a caller that reads results in place. Throws Busy, and
-  /// EngineFailed when an earlier call left the engine half-way.
+  /// Locks the context, as every method does; a caller that reads results in place must do so, too. Throws
+  /// Busy, and EngineFailed after an earlier call failed inside the engine.
   ContextLock hold() const;
 
   const std::shared_ptr<Model>& model() const { return model_; }
   const ContextOptions& options() const { return options_; }
   uint32_t n_ctx() const;
-  /// The tokens that fit into one sequence.
+  /// Maximum number of tokens of one sequence.
   uint32_t n_ctx_seq() const;
   uint32_t n_batch() const;
   uint32_t n_ubatch() const;
   bool flash_attention() const;
   bool causal() const;
-  /// Whether all of a batch must be computed at once: no memory, or tokens that see later ones.
+  /// Whether a batch must be computed at once: no memory, or attention that is not causal.
   bool at_once() const { return !has_memory() || !causal(); }
-  /// Whether past tokens are kept. Models without causal attention see one batch at a time.
+  /// Whether past tokens are kept.
   bool has_memory() const { return memory_.exists(); }
 
   /// Whether an entry of a batch may belong to several sequences.
@@ -56,49 +56,47 @@ class Context {
     return options_.kv_unified && (!model_->is_recurrent() || model_->is_hybrid());
   }
 
-  /// Computes the batch, in as many engine calls as its size and the observer's wishes take. On any
-  /// error the memory is as before, except that a sequence is dropped whole where the memory cannot give
-  /// up a part (recurrent models, sliding windows without swa_full).
+  /// Computes the batch, in one or more engine calls. On error the memory is rolled back; a sequence is
+  /// removed completely when a part cannot be (recurrent models, sliding windows without swa_full).
   void decode(const Batch& batch, DecodeObserver* observer, const Poll& poll);
 
-  /// The same on an empty memory that is empty again afterwards, whatever happens: the observer may end
+  /// Like decode(), but on an empty memory that is cleared afterwards, also on error: the observer may stop
   /// early anywhere, and there are no logits. Throws InvalidInput when the memory is not empty.
   void decode_scratch(const Batch& batch, DecodeObserver& observer, const Poll& poll);
 
   /// Copies the n_vocab logits of an entry of the last batch (negative: from the end). Throws InvalidInput
-  /// when it was no output.
+  /// when it was not an output.
   void copy_logits(int32_t row, float* target) const;
 
-  /// The same where they lie, until the next call for this context.
+  /// These logits in place, valid until the next call of this context.
   const float* output_logits(int32_t row) const { return outputs_.logits(row); }
 
-  // For contexts that draft.
+  // For draft contexts.
   bool drafts() const { return options_.target != nullptr; }
-  /// Whether its blocks attend to the target's memory, which is changed through the target alone.
+  /// Whether the draft attends to the target's memory; then only the target may change it.
   bool borrows_memory() const { return memory_.is_borrowed(); }
-  /// Width of the states in pairs, and of those that come out.
+  /// Width of a pair's state, and of next_state().
   int32_t state_width() const;
-  /// The state that the block gives for an output of the last batch: state_width() values, until the next
-  /// call.
+  /// The draft's state at an output of the last batch: state_width() values, valid until the next call.
   const float* next_state(int32_t row) const { return outputs_.state(row); }
   /// Fuses features of the target, [n, n_features], into states, [n, state_width()].
   void encode(const float* features, int32_t n, float* states, const Poll& poll);
-  /// Selects which of several MTP blocks the next decodes compute.
+  /// Selects the MTP block that the next decodes compute.
   void select_head(int32_t head);
 
-  /// Seconds that all calls of the engine have taken.
+  /// Total seconds spent in engine calls.
   double engine_seconds() const { return engine_seconds_.load(std::memory_order_relaxed); }
 
-  /// Graph nodes that the last decode computed: fewer after an early stop.
+  /// Number of graph nodes that the last decode computed; fewer after an early stop.
   int64_t nodes_seen() const { return nodes_seen_.load(std::memory_order_relaxed); }
 
-  /// How many cells of the cache were set to zero since it was made.
+  /// How many cells of the cache were set to zero so far.
   int64_t zeroed_cells() const { return memory_.zeroed_cells(); }
 
   /// Whether no sequence has tokens in memory. The caller must hold the context.
   bool is_empty() const { return memory_.is_empty(); }
 
-  // Memory, as KvMemory has it.
+  // See KvMemory.
   void memory_clear();
   void memory_remove(int32_t seq, int32_t p0, int32_t p1);
   void memory_copy(int32_t from, int32_t to, int32_t p0, int32_t p1);
@@ -109,14 +107,13 @@ class Context {
   std::string save(int32_t seq) const;
   void restore(int32_t seq, const std::string& state);
 
-  /// Builds, without computing it, the graph of a ubatch.
+  /// Builds the graph of a ubatch without computing it.
   Graph reserve_graph(uint32_t n_tokens, uint32_t n_outputs);
 
  private:
-  /// Runs `work`; when it is long enough, so that `poll` can end it: then it throws Interrupted.
+  /// Runs `work`. If it is long, `poll` can stop it: then throws Interrupted.
   void interruptible(int32_t n_rows, const Poll& poll, const std::function<void()>& work);
-  /// Whether the engine computes all rows of a batch to the end, whatever is an output. It reads the first
-  /// ones then.
+  /// Whether the engine computes all rows of a batch, outputs or not. It then reads the first ones.
   bool computes_all_rows() const;
   void run_encode(const float* features, int32_t n, float* states);
   void compute(const Batch& batch, DecodeObserver* observer, bool memory_is_scratch, const Poll& poll);
@@ -126,15 +123,15 @@ class Context {
   void run(const Batch& batch, std::vector<Piece>& pieces, DecodeObserver* observer);
   /// False when the batch does not fit.
   bool run_piece(const Batch& batch, Piece& piece, bool one_sequence, DecodeObserver* observer);
-  /// llama_encode or llama_decode; `nodes`: the callback is on. Returns the engine's status.
+  /// Calls llama_encode or llama_decode; `nodes`: with the graph callback. Returns the engine's status.
   int32_t call_engine(const llama_batch& batch, bool encode, bool nodes);
   std::string full_message(const Batch& batch, int64_t n_used) const;
   bool interrupted() const noexcept;
   bool can_stop() const noexcept;
-  /// Turns on what the next engine call needs: hooks for these layers, or the callback.
+  /// Sets up the next engine call: hooks for these layers, or the graph callback.
   void watch(const std::vector<int32_t>& hooked_layers, bool nodes);
   static bool on_node(ggml_tensor* node, bool ask, void* self) noexcept;
-  bool see_node(const ggml_tensor* node, bool ask);
+  bool visit_node(const ggml_tensor* node, bool ask);
 
   std::shared_ptr<Model> model_;
   ContextOptions options_;
@@ -143,13 +140,13 @@ class Context {
   Threadpool threadpool_;
   llama_context_ptr context_;
   mutable std::mutex mutex_;
-  std::atomic<bool> broken_{false};  // the engine left a decode by an assertion
+  std::atomic<bool> broken_{false};  // an exception left the engine during a decode
   DecodeObserver* observer_ = nullptr;
   std::exception_ptr observer_error_;
-  bool stopped_ = false;  // nothing more of the current graph is wanted
+  bool stopped_ = false;  // the rest of the graph is not needed
   std::atomic<bool>* interrupt_ = nullptr;
   std::vector<int32_t> hooked_layers_;
-  // Written by the thread that uses the context, read by any.
+  // Written by the thread that uses the context, read by any thread.
   std::atomic<int64_t> nodes_seen_{0};
   std::atomic<double> engine_seconds_{0};
 };

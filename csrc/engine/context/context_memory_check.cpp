@@ -21,15 +21,15 @@ namespace llamatap {
 
 namespace {
 
-// Bookkeeping of the engine for each cell of a cache, for any model: position, sequences and the like.
+// The engine's metadata of a cache cell (position, sequences, ...), for any model.
 constexpr uint64_t kCellBytes = 48;
-// Planning a context allocates this bookkeeping, so the need of larger ones is extrapolated from two smaller
-// ones.
-constexpr uint32_t kMostPlanned = 1U << 20;
-// Share of the available memory that an offered n_ctx uses: less may be left when the user takes it up.
+// Planning a context allocates this metadata; so for larger contexts, the need is extrapolated from two
+// smaller ones.
+constexpr uint32_t kMaxPlannedCtx = 1U << 20;
+// Share of the available memory for a suggested n_ctx: less may be free when the user tries it.
 constexpr double kOffered = 0.97;
 
-/// A memory: the machine's or a GPU's.
+/// The machine's memory or a GPU's.
 struct Place {
   std::string name;
   double needed = 0;
@@ -39,7 +39,7 @@ struct Place {
   double missing_of_offer() const { return needed - kOffered * available; }
 };
 
-/// The need in all places.
+/// The need in each memory.
 using Need = std::vector<Place>;
 
 const Place& tightest(const Need& need) {
@@ -55,7 +55,7 @@ double missing_of_offer(const Need& need) {
   return most;
 }
 
-/// Contexts that the engine plans and does not allocate.
+/// Plans contexts with the engine, without allocating them.
 class Planner {
  public:
   Planner(const Model& model, const llama_context_params& params, uint64_t available)
@@ -64,20 +64,20 @@ class Planner {
         available_(available) {
     n_outputs_ = std::min(params.n_outputs_max, params.n_batch);
     output_bytes_ = 4.0 * model.vocab().size();
-    // Memory of a CPU is taken as it is touched, and few ask for outputs of all tokens; a GPU's is taken at
-    // once.
+    // The system commits CPU memory on first use, and few batches have outputs for all tokens; GPU memory is
+    // committed at once.
     if (!model.on_gpu()) params_.n_outputs_max = params.n_seq_max;
   }
 
   bool works() const { return model_ != nullptr; }
 
-  /// In steps of this many a context grows.
+  /// n_ctx is rounded up to a multiple of this.
   uint32_t step() const { return params_.kv_unified ? 256 : 256 * params_.n_seq_max; }
 
   /// No value when the engine cannot make such a context.
   std::optional<Need> need(uint32_t n_ctx) const {
-    // The bookkeeping must take a small part of the available memory only.
-    const auto most = std::min<double>(kMostPlanned, available_ / (16 * kCellBytes));
+    // The metadata must take a small part of the available memory only.
+    const auto most = std::min<double>(kMaxPlannedCtx, available_ / (16 * kCellBytes));
     const auto half = std::max(step(), static_cast<uint32_t>(most / 2) / step() * step());
     if (n_ctx <= 2 * half) return planned(n_ctx);
     const auto low = planned(half);
@@ -90,7 +90,7 @@ class Planner {
     return high;
   }
 
-  /// The largest context that fits, with a margin, and is smaller than `n_ctx`; 0 when none is.
+  /// The largest n_ctx below `n_ctx` that fits with a margin; 0 when none does.
   uint32_t largest(uint32_t n_ctx, const Need& of_it) const {
     double low = step();
     double high = n_ctx;
@@ -98,7 +98,7 @@ class Planner {
     if (!smallest || missing_of_offer(*smallest) > 0) return 0;
     double low_missing = missing_of_offer(*smallest);
     double high_missing = missing_of_offer(of_it);
-    // The need grows about linearly, so the first guess is close.
+    // The need is nearly linear in n_ctx, so the first guess is close.
     for (int i = 0; i < 6 && high - low > step(); ++i) {
       const double guess = low + (high - low) * -low_missing / (high_missing - low_missing);
       const double next = std::clamp(std::floor(guess / step()) * step(), low + step(), high - 1);
@@ -115,7 +115,7 @@ class Planner {
 
  private:
   std::optional<Need> planned(uint32_t n_ctx) const {
-    // Recurrent states are allocated all the same: one sequence tells whether all of them may be.
+    // Planning does allocate recurrent states: check with 1 sequence whether all of them fit.
     if (params_.n_seq_max > 1) {
       const auto one = made(256, 1);
       if (!one) return std::nullopt;
@@ -132,7 +132,7 @@ class Planner {
       size_t free = 0;
       size_t total = 0;
       ggml_backend_dev_memory(device, &free, &total);
-      // Not every back end tells.
+      // Some back ends do not report it.
       if (total == 0) continue;
       need.push_back({std::string(" of ") + ggml_backend_dev_name(device), static_cast<double>(bytes),
                       static_cast<double>(free)});
@@ -149,7 +149,7 @@ class Planner {
     try {
       guarded("", [&] { context.reset(llama_init_from_model(model_.get(), params)); });
     } catch (const Error&) {
-      // The real attempt reports the reason.
+      // The real attempt will report the reason.
     }
     return context;
   }
@@ -157,8 +157,8 @@ class Planner {
   Model::Handle model_;
   llama_context_params params_;
   double available_;
-  uint32_t n_outputs_;   // of one call
-  double output_bytes_;  // of each
+  uint32_t n_outputs_;   // outputs of one call
+  double output_bytes_;  // bytes of an output
 };
 
 }  // namespace

@@ -11,7 +11,7 @@ namespace llamatap {
 
 namespace {
 
-/// Whether the engine's own rollback of recurrent state gives the states of a context that never went ahead.
+/// Whether the engine's rollback of recurrent states gives exactly the earlier states.
 bool rolls_back(const std::string& arch) { return arch == "qwen35" || arch == "qwen35moe"; }
 
 void check_ranges(const ContextOptions& options) {
@@ -38,20 +38,20 @@ ContextOptions settled_options(const ContextOptions& options, const Model& model
   check_ranges(options);
   ContextOptions settled = options;
   const bool is_recurrent = has_recurrent_memory(options, model);
-  // The engine makes room for an output of each sequence in every call.
+  // The engine reserves an output for each sequence in every call.
   settled.n_batch = std::max(options.n_batch, options.n_seq_max);
   settled.n_ubatch = std::min(options.n_ubatch, settled.n_batch);
   const uint32_t n_ctx_train = static_cast<uint32_t>(model.n_ctx_train());
   settled.n_ctx = std::max(options.n_ctx == 0 ? n_ctx_train : options.n_ctx, options.n_seq_max);
   if (is_recurrent && options.n_rs_seq > 0 && !rolls_back(model.arch())) {
-    throw Unsupported("taking tokens back (n_rs_seq) gives wrong states on " + model.arch() +
+    throw Unsupported("rolling back tokens (n_rs_seq) gives wrong states on " + model.arch() +
                       "; save and restore sequences instead");
   }
   if (options.n_seq_max > 1 && !model.batches_sequences()) {
     throw Unsupported("the engine mixes up several sequences of " + model.arch() +
                       " in a context, or aborts; use contexts of n_seq_max=1");
   }
-  // Recurrent layers are computed in equal shares of a ubatch; some graphs abort when they do not come out.
+  // Recurrent layers split a ubatch equally between sequences; some graphs abort when it is not divisible.
   if (is_recurrent) {
     settled.n_ubatch = std::max(options.n_seq_max, settled.n_ubatch - settled.n_ubatch % options.n_seq_max);
   }

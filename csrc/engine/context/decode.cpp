@@ -1,4 +1,4 @@
-// The part of Context that computes a batch, shows it to the observer, and takes it back when that fails.
+// Context: decodes a batch, calls the observer, and undoes failed decodes.
 
 #include <ggml.h>
 #include <llama.h>
@@ -22,7 +22,7 @@ namespace llamatap {
 
 namespace {
 
-// Shorter decodes run on the calling thread and are not polled.
+// Shorter decodes run on the calling thread, without polling.
 constexpr int32_t kWatchedRows = 16;
 
 std::vector<int32_t> sequences_of(const Batch& batch) {
@@ -64,7 +64,7 @@ void Context::check_values(const Batch& batch) const {
   } else if (batch.has_embeddings()) {
     if (batch.has_tokens()) throw InvalidInput("only a draft context takes states beside tokens");
     if (!model_->takes_embeddings()) {
-      throw Unsupported("the engine computes " + model_->arch() + " of tokens only, not of embeddings");
+      throw Unsupported("the engine computes " + model_->arch() + " from tokens only, not from embeddings");
     }
     if (batch.n_embd() != model_->n_embd_input()) {
       throw InvalidInput("embeddings must be " + std::to_string(model_->n_embd_input()) + " wide, not " +
@@ -145,7 +145,7 @@ void Context::run(const Batch& batch, std::vector<Piece>& pieces, DecodeObserver
   } catch (...) {
     observer_ = nullptr;
     outputs_.clear();
-    if (!broken_) memory_.roll_back(sequences, last);
+    if (!broken_) memory_.undo_failed_decode(sequences, last);
     throw;
   }
 }
@@ -168,10 +168,10 @@ bool Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, Dec
   const EngineBatch engine_batch(batch, piece, model_->n_positions());
   const auto given = piece.rows;
   const auto hooks = observer == nullptr ? std::vector<int32_t>() : observer->hooked_layers();
-  // Without an observer, stops between nodes serve interruption alone; on a GPU they cost too much.
+  // Without an observer, stops between nodes only serve interruption; on a GPU they cost too much.
   const bool nodes = hooks.empty() && (observer != nullptr || !model_->on_gpu());
   watch(hooks, nodes);
-  // Several sequences may be computed in another order than they are given in; the hooks put that right.
+  // The engine may reorder several sequences; the hooks restore the order.
   std::vector<std::vector<int32_t>> ubatches;
   const bool order_matters = observer != nullptr && !drafts() && !one_sequence;
   if (has_memory() && (order_matters || options_.n_rs_seq > 0)) {
@@ -223,17 +223,18 @@ int32_t Context::call_engine(const llama_batch& batch, bool encode, bool nodes) 
     const auto compute = [&] {
       return encode ? llama_encode(context_.get(), batch) : llama_decode(context_.get(), batch);
     };
-    // The first node that is seen ends the guard: without one, threads may be at work when it is needed.
+    // The first node ends the guard. Without the callback nothing would, while other threads compute: no
+    // guard.
     status = nodes ? guarded("decode", compute) : compute();
   } catch (...) {
     broken_ = true;
     throw;
   }
-  // Also brings back errors of asynchronous back ends before anyone reads.
+  // Reports errors of asynchronous back ends before results are read.
   llama_synchronize(context_.get());
   const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - started;
   engine_seconds_.store(engine_seconds() + taken.count(), std::memory_order_relaxed);
-  // Other graphs (moving positions in the cache) are not for the callback to see, nor to stop.
+  // The callback must not see or stop other graphs (moving positions in the cache).
   internals::set_callback(context_.get(), nullptr);
   return status;
 }
@@ -250,14 +251,14 @@ bool Context::interrupted() const noexcept {
 }
 
 bool Context::can_stop() const noexcept {
-  // Between back ends the scheduler reads the ids of the experts that a stopped split has not computed.
+  // With experts, the scheduler reads expert ids between splits, which a stopped split has not computed.
   return !model_->has_experts() || internals::n_splits(context_.get()) <= 1;
 }
 
 bool Context::on_node(ggml_tensor* node, bool ask, void* self) noexcept {
   auto* context = static_cast<Context*>(self);
   try {
-    return context->see_node(node, ask);
+    return context->visit_node(node, ask);
   } catch (...) {
     context->observer_error_ = std::current_exception();
     context->observer_ = nullptr;
@@ -266,7 +267,7 @@ bool Context::on_node(ggml_tensor* node, bool ask, void* self) noexcept {
   }
 }
 
-bool Context::see_node(const ggml_tensor* node, bool ask) {
+bool Context::visit_node(const ggml_tensor* node, bool ask) {
   if (ask) {
     nodes_seen_.store(nodes_seen() + 1, std::memory_order_relaxed);
     const Graph graph = internals::computed_graph(context_.get());
@@ -277,8 +278,8 @@ bool Context::see_node(const ggml_tensor* node, bool ask) {
     }
   }
   if (interrupted() && can_stop()) stopped_ = true;
-  // Returning false ends one backend split only; of those that follow, asking for the first node and
-  // refusing to go on leaves no more than that one to be computed, on stale inputs.
+  // Returning false ends only one backend split. In each following split, ask for the first node and stop
+  // after it: only that node is computed, on stale inputs.
   if (stopped_) return ask;
   if (observer_ == nullptr) return false;
   if (ask) return observer_->wants(node);

@@ -1,4 +1,4 @@
-// The part of Context for models that draft for another: EAGLE-3, MTP and DFlash blocks.
+// Context: methods for draft models (EAGLE-3, MTP and DFlash blocks).
 
 #include <llama.h>
 
@@ -15,7 +15,7 @@ namespace llamatap {
 
 namespace {
 
-// The engine reserves logits for every row that it encodes, though it computes none.
+// Maximum logits per encode: the engine reserves them for every row, though it computes none.
 constexpr size_t kEncodeLogits = size_t{16} * 1024 * 1024;
 
 }  // namespace
@@ -25,7 +25,7 @@ int32_t Context::state_width() const {
 }
 
 bool Context::computes_all_rows() const {
-  // EAGLE-3 and DFlash crop nothing, and most MTP blocks their logits alone.
+  // EAGLE-3 and DFlash crop nothing, and most MTP blocks only the logits.
   return drafts() && !mtp_blocks(model_->arch()).crops_states;
 }
 
@@ -62,7 +62,7 @@ void Context::run_encode(const float* features, int32_t n, float* states) {
   outputs_.clear();
   for (int32_t first = 0; first < n; first += longest) {
     const int32_t count = std::min(longest, n - first);
-    // Positions play no part in it, but the engine wants them to go on from what it remembers.
+    // Encoding does not use positions, but the engine requires them to continue its memory.
     const int32_t next = llama_memory_seq_pos_max(llama_get_memory(context_.get()), 0) + 1;
     Batch batch(static_cast<int32_t>(n_features));
     Piece piece;

@@ -14,12 +14,12 @@ EngineBatch::EngineBatch(const Batch& batch, const Piece& piece, int32_t n_posit
     positions.push_back(batch.positions()[row]);
     const auto& of_row = batch.sequences()[row];
     n_sequences.push_back(static_cast<int32_t>(of_row.size()));
-    // The engine's interface is not const-correct; it only reads.
+    // The engine only reads it.
     sequences.push_back(const_cast<llama_seq_id*>(of_row.data()));
     flags.push_back(flagged[row] ? 1 : 0);
   }
   if (!batch.has_tokens() && n_positions > 1) {
-    // M-RoPE takes sections of positions; text has the same in the first three and 0 in the last.
+    // M-RoPE has 4 sections of positions; for text, the first 3 are equal and the last is 0.
     const auto text = positions;
     for (int32_t section = 1; section < n_positions; ++section) {
       if (section == 3) {

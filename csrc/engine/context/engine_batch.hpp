@@ -10,7 +10,7 @@
 
 namespace llamatap {
 
-/// A llama_batch of some entries of a Batch, and the arrays behind it. Refers to the Batch.
+/// A llama_batch with the entries of a piece, and its arrays. Refers to the Batch.
 struct EngineBatch {
   EngineBatch(const Batch& batch, const Piece& piece, int32_t n_positions);
   EngineBatch(const EngineBatch&) = delete;

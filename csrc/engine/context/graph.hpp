@@ -8,11 +8,11 @@ struct ggml_tensor;
 
 namespace llamatap {
 
-/// A graph of the engine: the nodes of a ubatch, in the order in which they are computed. A cheap view, valid
-/// as long as the engine's graph.
+/// View of an engine graph: the nodes of a ubatch, in the order of computation. Valid as long as the engine's
+/// graph.
 class Graph {
  public:
-  /// `layer_inputs`: by block, the tensors that the engine's hooks copy; may be shorter or hold null.
+  /// `layer_inputs`: by block, the tensor that the engine's hook copies; may be shorter or hold null.
   Graph(ggml_cgraph* graph, const ggml_tensor* input_embeddings, const ggml_tensor* embeddings,
         bool has_logits, const std::vector<ggml_tensor*>* layer_inputs)
       : graph_(graph),
@@ -24,25 +24,23 @@ class Graph {
   int32_t size() const;
   const ggml_tensor* node(int32_t index) const;
 
-  /// How often nodes read `tensor`, as the model's code built the graph.
+  /// Number of reads of `tensor` by nodes, as the model's code built the graph.
   int32_t readers(const ggml_tensor* tensor) const;
 
-  /// The tensor that the scheduler copied `tensor` from for another back end ("CUDA0#name#0"); `tensor`
-  /// itself when it is no copy.
+  /// The tensor that the scheduler copied to `tensor` for another back end ("CUDA0#name#0"); `tensor` itself
+  /// when it is not a copy.
   const ggml_tensor* original(const ggml_tensor* tensor) const;
 
-  /// The tensor by which the token embeddings, or embeddings given in their place, enter the model; null
-  /// where the engine does not say.
+  /// The input embeddings, looked up from tokens or given; null when the engine does not name them.
   const ggml_tensor* input_embeddings() const { return input_embeddings_; }
 
-  /// The tensor that the engine gives as embeddings: the input of its output head, where there is one. May be
-  /// null.
+  /// The tensor that the engine returns as embeddings: the input of the output head, if any. May be null.
   const ggml_tensor* embeddings() const { return embeddings_; }
 
-  /// Whether there is an output head. Embedding models have none.
+  /// Whether there is an output head (not in embedding models).
   bool has_logits() const { return has_logits_; }
 
-  /// The input of a block, as the engine's own hook gives it; null where the architecture has no hook.
+  /// The input of a block, as the engine's hook copies it; null when the architecture has no hook.
   const ggml_tensor* hooked_input(int32_t block) const;
 
  private:

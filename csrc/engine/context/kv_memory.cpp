@@ -22,7 +22,7 @@ void check_range(int32_t p0, int32_t p1) {
   }
 }
 
-/// Half-open ranges, where -1 stands for an open end.
+/// [p0, p1), where -1 is an open end.
 PositionRange range_of(int32_t p0, int32_t p1) {
   return {std::max(p0, 0), p1 < 0 ? int64_t{INT32_MAX} : int64_t{p1}};
 }
@@ -57,7 +57,7 @@ void KvMemory::check_sequence(int32_t seq) const {
 
 bool KvMemory::can_remove_suffix(int32_t seq, int32_t p0) const {
   const Cells cells(context_);
-  // Also with swa_full: the engine lets other tokens have the places of those that no window reaches.
+  // Also with swa_full: the engine reuses cells that no window reaches.
   if (!cells.dropped(seq)) return true;
   auto left = cells.held(seq);
   left.remove(range_of(p0, -1));
@@ -100,7 +100,7 @@ bool KvMemory::is_empty() const {
 void KvMemory::drop(int32_t seq) {
   llama_memory_seq_rm(llama_get_memory(context_), seq, -1, -1);
   rewindable_[seq] = 0;
-  // MTP blocks that are computed in turn keep theirs in the same places, and find them by position alone.
+  // Do not zero with MTP: blocks computed in turn share cells, found by position.
   if (is_empty()) empty(/*zero=*/!options_.mtp);
 }
 
@@ -118,7 +118,7 @@ void KvMemory::empty(bool zero) {
     llama_memory_clear(memory, /*data=*/false);
     return;
   }
-  // Without flash attention each channel of the values is a row of its own: many small calls on a GPU.
+  // Without flash attention each value channel is a row: too many small calls on a GPU.
   const bool all = written_cells_ == kAllCells || (model_.on_gpu() && !internals::flash_attention(context_));
   const int64_t zeroed = all ? -1 : zero_cells(context_, written_cells_);
   if (zeroed < 0) llama_memory_clear(memory, /*data=*/true);
@@ -139,16 +139,15 @@ void KvMemory::remove(int32_t seq, int32_t p0, int32_t p1) {
   }
   const int32_t last = cells.last(seq);
   const bool is_suffix = range.end > last;
-  // The engine keeps a state for each of the last n_rs_seq+1 tokens of one ubatch, for one way back.
+  // The engine keeps the states of the last n_rs_seq+1 tokens of one ubatch, for one rollback.
   const bool rewinds = is_suffix && last + 1 - range.begin <= rewindable_[seq];
   if (is_recurrent_ && !rewinds) {
     throw Unsupported("the memory of " + model_.arch() +
                       " cannot remove this part of a sequence; remove the whole of it" +
-                      (options_.n_rs_seq > 0
-                           ? ", or at most " + std::to_string(rewindable_[seq]) +
-                                 " of its last tokens (fewer than the last decode brought, at most n_rs_seq, "
-                                 "once between two decodes)"
-                           : ", or save it before and restore it"));
+                      (options_.n_rs_seq > 0 ? ", or at most " + std::to_string(rewindable_[seq]) +
+                                                   " of its last tokens (fewer than in the last decode, at "
+                                                   "most n_rs_seq, once between two decodes)"
+                                             : ", or save it before and restore it"));
   }
   if (is_suffix && !can_remove_suffix(seq, p0)) throw windows_lost();
   if (!llama_memory_seq_rm(memory, seq, p0, p1)) {
@@ -173,11 +172,11 @@ void KvMemory::copy(int32_t from, int32_t to, int32_t p0, int32_t p1) {
         "only a whole sequence can be copied in this context; a part needs kv_unified=True and a model "
         "without recurrent state");
   }
-  // The engine takes back tokens of a recurrent state in all sequences that share it, and copies it as it was
-  // before: with n_rs_seq each sequence has its own.
+  // The engine rolls back a recurrent state in all sequences that share it, and copies it as it was before
+  // the rollback. With n_rs_seq, give each sequence its own.
   const bool own_state = is_recurrent_ && options_.n_rs_seq > 0;
   const std::string state = own_state ? saved(from, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) : std::string();
-  // Two entries of one sequence at one position would both be attended to.
+  // Clear the target first: of two entries at one position, attention would read both.
   if (whole) {
     drop(to);
   } else {
@@ -200,7 +199,7 @@ void KvMemory::copy(int32_t from, int32_t to, int32_t p0, int32_t p1) {
 void KvMemory::keep(int32_t seq) {
   check_sequence(seq);
   own_memory();
-  // The engine's own seq_keep leaves the streams of a cache that is not unified alone.
+  // The engine's seq_keep ignores the other streams of a cache that is not unified.
   for (int32_t other = 0; other < static_cast<int32_t>(options_.n_seq_max); ++other) {
     if (other != seq) drop(other);
   }
@@ -225,7 +224,7 @@ void KvMemory::shift(int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
     throw InvalidInput("moving by " + std::to_string(delta) + " puts positions outside of 0.." +
                        std::to_string(model_.position_limit() - 1));
   }
-  // A cell has one position, whichever sequences it belongs to.
+  // A cell has one position for all its sequences.
   const auto sharers = cells.sharers(seq, range, static_cast<int32_t>(options_.n_seq_max));
   if (is_recurrent_ && (!cells.within(seq, range) || sharers.size() > 1)) {
     throw Unsupported(
@@ -246,7 +245,7 @@ void KvMemory::shift(int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
   }
   llama_memory_seq_add(memory, seq, p0, p1, delta);
   for (const int32_t other : sharers) rewindable_[other] = 0;
-  // At once: an interrupted decode would leave the cache half moved.
+  // Apply it now: an interrupted decode would leave the cache half moved.
   internals::apply_memory_updates(context_);
 }
 
@@ -283,7 +282,7 @@ bool KvMemory::load(int32_t seq, const std::string& state, uint32_t flags) {
 void KvMemory::restore(int32_t seq, const std::string& state) {
   check_sequence(seq);
   auto* memory = own_memory();
-  // The engine drops a sequence that it fails to restore; ours comes back.
+  // The engine drops a sequence that it fails to restore: keep a copy.
   const bool held = Cells(context_).last(seq) >= 0;
   const std::string before = held ? saved(seq) : std::string();
   std::string reason;
@@ -303,15 +302,16 @@ void KvMemory::restore(int32_t seq, const std::string& state) {
     return false;
   };
   rewindable_[seq] = 0;
-  // The state of an empty sequence would leave what is there.
+  // Restoring an empty sequence would not remove the current one.
   if (held) llama_memory_seq_rm(memory, seq, -1, -1);
   if (loads(state)) return;
   const std::string why = reason;
   const bool lost = held && !loads(before);
   throw InvalidInput("this state does not fit into this context: " + why +
-                     (lost ? "; nor does what sequence " + std::to_string(seq) +
-                                 " held, now that it shares nothing with others: it is empty"
-                           : ""));
+                     (lost
+                          ? "; sequence " + std::to_string(seq) +
+                                " is now empty: its previous tokens were shared with others and no longer fit"
+                          : ""));
 }
 
 void KvMemory::note_rewindable(const Batch& batch, const std::vector<int32_t>& given,
@@ -327,7 +327,8 @@ void KvMemory::note_rewindable(const Batch& batch, const std::vector<int32_t>& g
   }
 }
 
-void KvMemory::roll_back(const std::vector<int32_t>& sequences, const std::vector<int32_t>& last_positions) {
+void KvMemory::undo_failed_decode(const std::vector<int32_t>& sequences,
+                                  const std::vector<int32_t>& last_positions) {
   if (!exists() || is_borrowed()) return;
   auto* memory = llama_get_memory(context_);
   for (size_t i = 0; i < sequences.size(); ++i) {

@@ -26,7 +26,7 @@ void HeldPositions::add(const HeldPositions& others, PositionRange range) {
 bool HeldPositions::reach_back(int32_t window) const {
   if (windows.size() > all.size()) return false;
   const auto n_dropped = static_cast<std::ptrdiff_t>(all.size() - windows.size());
-  // Only what comes before all others may be missing.
+  // Only the first positions may be missing.
   if (!std::equal(windows.begin(), windows.end(), all.begin() + n_dropped)) return false;
   return n_dropped == 0 || int64_t{all[n_dropped - 1]} < int64_t{all.back()} + 1 - window;
 }

@@ -12,15 +12,15 @@ struct PositionRange {
   bool contains(int64_t position) const { return begin <= position && position < end; }
 };
 
-/// The positions of a sequence's tokens, rising: in layers that see everything, and in those with sliding
-/// windows, which drop what no window reaches any more. The same where there are no windows.
+/// Sorted positions of a sequence's tokens: in layers with full attention, and in layers with sliding
+/// windows, which drop tokens that no window reaches any more. Equal when there are no windows.
 struct HeldPositions {
   std::vector<int32_t> all;
   std::vector<int32_t> windows;
 
   void remove(PositionRange range);
   void add(const HeldPositions& others, PositionRange range);
-  /// Whether the windows have all that the tokens of a sequence that goes on from here may see.
+  /// Whether the windows hold all that the next tokens of the sequence may see.
   bool reach_back(int32_t window) const;
 };
 

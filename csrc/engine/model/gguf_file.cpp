@@ -20,7 +20,7 @@ namespace llamatap {
 
 namespace {
 
-constexpr size_t kLongestArray = 1024;
+constexpr size_t kMaxArray = 1024;
 
 template <typename From, typename To>
 std::vector<To> copy_array(const gguf_context* file, int64_t key) {
@@ -74,18 +74,18 @@ MetadataValue read_value(const gguf_context* file, int64_t key) {
   }
 }
 
-/// Whether the engine can compute with weights of a type: it can turn them into float32.
+/// Whether the engine can compute with weights of this type: it can convert them to float32.
 bool is_weight_type(ggml_type type) {
   return type == GGML_TYPE_F32 || ggml_get_type_traits(type)->to_float != nullptr;
 }
 
-/// Tables of token ids: from a draft's vocabulary to the target's, and from tokens to experts.
+/// Whether the tensor is a table of ids: draft vocabulary to target vocabulary, or tokens to experts.
 bool is_table(std::string_view name) {
   return name.find("d2t") != std::string_view::npos || name.find("tid2eid") != std::string_view::npos;
 }
 
-/// Whether the engine uses the tensor element by element, which it does in float32 only. Converters write
-/// such tensors as float32; another type aborts the process during a computation.
+/// Whether the engine uses the tensor element by element. It must be float32, as converters write it: another
+/// type aborts the process while computing.
 bool is_elementwise(std::string_view name) {
   constexpr std::array kParts{
       "norm",         ".bias",        ".scale",      "_scale.weight",  "exp_probs_b", "token_types",
@@ -113,7 +113,7 @@ Metadata GgufFile::metadata() const {
   Metadata metadata;
   for (int64_t key = 0; key < gguf_get_n_kv(file_.get()); ++key) {
     const bool is_array = gguf_get_kv_type(file_.get(), key) == GGUF_TYPE_ARRAY;
-    if (is_array && gguf_get_arr_n(file_.get(), key) > kLongestArray) continue;
+    if (is_array && gguf_get_arr_n(file_.get(), key) > kMaxArray) continue;
     metadata.emplace(gguf_get_key(file_.get(), key), read_value(file_.get(), key));
   }
   return metadata;
@@ -121,7 +121,7 @@ Metadata GgufFile::metadata() const {
 
 void GgufFile::fail(const std::string& what) const { throw ModelLoadFailed(path_ + ": " + what); }
 
-/// The index of a key; -1 when there is none. Fails when it is of another type.
+/// The index of a key; -1 when it is missing. Fails when its type differs.
 int64_t GgufFile::find(const std::string& key, int type) const {
   const int64_t index = gguf_find_key(file_.get(), key.c_str());
   if (index < 0) return -1;
@@ -215,7 +215,7 @@ void GgufFile::check_eagle3() const {
   }
   if (others.empty()) return;
   fail("the engine's EAGLE-3 graph does not compute with " + others +
-       " (of EAGLE-3.1, or of another variant): its drafts would be made without");
+       " (of EAGLE-3.1, or of another variant): it would ignore them");
 }
 
 std::vector<std::string> GgufFile::parts() const {
@@ -242,7 +242,7 @@ void GgufFile::check_tensors(uint64_t n_blocks) const {
   for (int64_t i = 0; i < gguf_get_n_tensors(file_.get()); ++i) {
     const std::string name = gguf_get_tensor_name(file_.get(), i);
     const ggml_type type = gguf_get_tensor_type(file_.get(), i);
-    // The header was accepted: offsets follow each other and their sum is no overflow.
+    // The engine accepted the header: offsets are consecutive and their sum does not overflow.
     const uint64_t end =
         start + gguf_get_tensor_offset(file_.get(), i) + gguf_get_tensor_size(file_.get(), i);
     if (end > size) {
@@ -251,10 +251,10 @@ void GgufFile::check_tensors(uint64_t n_blocks) const {
     }
     if (gguf_get_tensor_size(file_.get(), i) == 0) fail(name + " has no elements");
     if (!is_weight_type(type) && !is_table(name)) {
-      fail(name + " is of type " + ggml_type_name(type) + ", which weights cannot be of");
+      fail(name + " is of type " + ggml_type_name(type) + ", which is not a type of weights");
     }
     if (type != GGML_TYPE_F32 && is_elementwise(name)) {
-      fail(name + " is of type " + ggml_type_name(type) + "; what is used element by element must be of f32");
+      fail(name + " is of type " + ggml_type_name(type) + "; tensors used element by element must be f32");
     }
     constexpr std::string_view kBlock = "blk.";
     uint64_t block = 0;
@@ -269,7 +269,7 @@ void GgufFile::check_tensors(uint64_t n_blocks) const {
 void GgufFile::check_values(const std::string& arch) const {
   const auto check_number = [&](int64_t key, double value) {
     const std::string name = gguf_get_key(file_.get(), key);
-    // A bound may be infinite: there is none then.
+    // An infinite bound means no bound.
     const bool bound = name.find("_bound") != std::string::npos;
     if (std::isnan(value) || (std::isinf(value) && !bound)) fail(name + " is not a finite number");
     if (value < 0 && name.find("_epsilon") != std::string::npos) fail(name + " must not be negative");

@@ -15,33 +15,33 @@ using MetadataValue =
                  std::vector<uint64_t>, std::vector<double>, std::vector<std::string>>;
 using Metadata = std::map<std::string, MetadataValue>;
 
-/// The header of a GGUF file: its metadata, and where which tensor lies.
+/// Header of a GGUF file: metadata and tensor offsets.
 class GgufFile {
  public:
-  /// Throws ModelLoadFailed when `path` is no readable GGUF file.
+  /// Throws ModelLoadFailed when `path` is not a readable GGUF file.
   explicit GgufFile(const std::string& path);
 
-  /// Arrays of more than 1,024 elements (the vocabulary) are left out.
+  /// Without arrays of more than 1,024 elements (the vocabulary).
   Metadata metadata() const;
 
-  /// Throws ModelLoadFailed for what the engine takes for granted and would crash on, or compute nonsense
-  /// from: weights outside of the file, empty or of a type that is none for weights, norms and biases that
-  /// are not float32, blocks beyond the block count, numbers that are not finite, a negative epsilon, a
-  /// vocabulary without tokens; for a shard of a split model that is not the first; and for an EAGLE-3 file
-  /// with more than the engine's graph computes with. The other files of a split model are checked too.
+  /// Throws ModelLoadFailed for faults that the engine does not check and would crash on or compute nonsense
+  /// from: weights that are outside of the file, empty or of a wrong type; norms and biases that are not
+  /// float32; blocks beyond the block count; numbers that are not finite; a negative epsilon; a vocabulary
+  /// without tokens. Also for a shard of a split model that is not the first, and for an EAGLE-3 file with
+  /// tensors or settings that the engine's graph ignores. Checks the other shards too.
   void check() const;
 
-  /// Whether it has a tensor whose name begins so. Of a split model: in this part.
+  /// Whether a tensor's name starts with `prefix`; in this file of a split model.
   bool has_tensor(const std::string& prefix) const;
 
-  /// This file, and where it is the first of a split model, the others.
+  /// This file; if it is the first of a split model, also the others.
   std::vector<std::string> parts() const;
 
  private:
   void check_first() const;
   void check_tensors(uint64_t n_blocks) const;
-  /// The engine refuses weights that it does not know by their number alone, loads scales that it does not
-  /// multiply with, and does not look at settings that it does not know.
+  /// The engine notices unknown weights only by their number, loads scales that it does not apply, and
+  /// ignores unknown settings.
   void check_eagle3() const;
   void check_values(const std::string& arch) const;
   void check_vocabulary() const;

@@ -24,7 +24,7 @@ namespace {
 
 llama_model_params engine_params(const ModelOptions& options) {
   auto params = llama_model_default_params();
-  // An empty list keeps a model without GPU layers off the GPU altogether.
+  // An empty list keeps a model without GPU layers entirely off the GPU.
   static std::array<ggml_backend_dev_t, 1> no_devices{nullptr};
   if (options.n_gpu_layers == 0) params.devices = no_devices.data();
   params.n_gpu_layers = options.n_gpu_layers;
@@ -33,16 +33,16 @@ llama_model_params engine_params(const ModelOptions& options) {
   return params;
 }
 
-/// How far a model is loaded, and whether it shall go on.
+/// Progress of loading, and the request to stop.
 struct LoadState {
   std::atomic<float> fraction{0.0F};
   std::atomic<bool>* stop = nullptr;
-  float converted = 0.0F;  // the share of the conversion
+  float converted = 0.0F;  // share of the weight conversion in `fraction`
 };
 
 llama_model_params load_params(const ModelOptions& options, LoadState& state) {
   auto params = engine_params(options);
-  // Converted weights are in memory already; what goes to a GPU must not be held there too.
+  // Converted weights are in memory already: map them, unless they go to a GPU, or they would stay there too.
   const bool mapped = options.weights ? options.n_gpu_layers == 0 : options.use_mmap;
   params.load_mode = mapped ? LLAMA_LOAD_MODE_MMAP : LLAMA_LOAD_MODE_NONE;
   params.progress_callback_user_data = &state;
@@ -58,7 +58,7 @@ std::string said(const LogScope& log) {
   return log.text().empty() ? std::string("the engine gave no reason") : log.text();
 }
 
-/// Three digits of a count: "512", "9.83M", "135M".
+/// A count with 3 digits: "512", "9.83M", "135M".
 std::string rounded(uint64_t count) {
   auto value = static_cast<double>(count);
   size_t unit = 0;
@@ -73,7 +73,7 @@ std::string rounded(uint64_t count) {
 }  // namespace
 
 void Model::Free::operator()(llama_model* model) const {
-  // In a forked child a GPU cannot be reached: what the parent shares is left alone.
+  // A forked child cannot use the GPU: leave what it shares with the parent alone.
   if (process == static_cast<int32_t>(getpid())) llama_model_free(model);
 }
 
@@ -132,7 +132,7 @@ std::shared_ptr<Model> Model::load(const std::string& path, const ModelOptions& 
   const bool blocks_alone = internals::draft_traits(model.get()).n_mtp > 0 &&
                             llama_model_n_layer(model.get()) > 0 && file.parts().size() == 1 &&
                             !file.has_tensor("blk.0.");
-  // The constructor is private.
+  // make_shared cannot call a private constructor.
   return std::shared_ptr<Model>(
       new Model(std::move(model), path, options, std::move(metadata), blocks_alone));
 }
@@ -146,7 +146,7 @@ Model::Handle Model::without_weights(const std::string& path, const ModelOptions
   try {
     guarded("", [&] { model.reset(llama_model_load_from_file(path.c_str(), params)); });
   } catch (const Error&) {
-    // The file may have been removed since it was loaded.
+    // The file may have been removed since it was loaded: return null.
   }
   return model;
 }
@@ -158,15 +158,15 @@ std::string Model::arch() const {
 }
 
 std::string Model::description() const {
-  // The engine has a size for known shapes alone, and the same one for models that differ in width.
+  // The engine's own description knows few sizes, and confuses models of different width.
   const uint64_t n = n_params();
   return arch() + " " + (n == 0 ? "vocabulary" : rounded(n) + " " + file_type());
 }
 
 std::string Model::file_type() const {
-  // The engine would guess from the converted weights.
+  // The engine would guess it from the converted weights.
   if (options_.weights && metadata_.count("general.file_type") == 0) return "unknown";
-  // The engine puts words around it: "Q4_1", "Q4_K - Medium", "all F32", "(guessed) F16".
+  // The engine's names: "Q4_1", "Q4_K - Medium", "all F32", "(guessed) F16".
   std::string name = llama_ftype_name(llama_model_ftype(model_.get()));
   const std::string guessed = "(guessed) ";
   if (name.rfind(guessed, 0) == 0) name.erase(0, guessed.size());
@@ -194,12 +194,12 @@ bool Model::is_encoder() const { return (has_encoder() && !has_decoder()) || arc
 
 std::string Model::refusal() const {
   const std::string name = arch();
-  if (blocks_alone_) return "the file holds MTP blocks alone, without the model; they draft for another";
+  if (blocks_alone_) return "the file holds only MTP blocks, without the model; they draft for another";
   if (name == "eagle3" || name == "dflash" || name == "gemma4-assistant") {
     return "this is no language model of its own; it drafts for another";
   }
   if (has_encoder() && has_decoder()) return "encoder-decoder models are not supported";
-  // It hands its values to the cache as a matrix, which the cache takes for heads.
+  // Its graph stores the values as a matrix, which the cache mistakes for heads.
   if (name == "plm") return "the engine aborts on every batch of more than one token";
   return {};
 }

@@ -16,7 +16,7 @@ struct llama_model;
 
 namespace llamatap {
 
-/// A loaded model. Contexts hold it, so it outlives them.
+/// A loaded model. Contexts keep it alive.
 class Model {
  private:
   struct Free {
@@ -27,9 +27,8 @@ class Model {
  public:
   using Handle = std::unique_ptr<llama_model, Free>;
 
-  /// `progress` is called with the loaded fraction, 0..1, about every 50 ms on the calling thread, and ends
-  /// the loading (Interrupted) by returning true. Throws ModelLoadFailed with what the engine said, and
-  /// OutOfMemory.
+  /// `progress` is called with the loaded fraction, 0..1, about every 50 ms on the calling thread; returning
+  /// true stops the loading (Interrupted). Throws ModelLoadFailed with the engine's message, and OutOfMemory.
   static std::shared_ptr<Model> load(const std::string& path, const ModelOptions& options,
                                      const std::function<bool(float)>& progress);
 
@@ -38,8 +37,8 @@ class Model {
   const Metadata& metadata() const { return metadata_; }
   const Vocab& vocab() const { return vocab_; }
   llama_model* handle() const { return model_.get(); }
-  /// The engine's model of a file without its weights, to plan what it and its contexts take; null when there
-  /// is none (any more).
+  /// Loads a file without its weights, to plan the memory of the model and its contexts; null when that
+  /// fails.
   static Handle without_weights(const std::string& path, const ModelOptions& options);
   /// The id of the process that loaded the model: its threads do not survive a fork.
   int32_t process() const { return process_; }
@@ -57,24 +56,24 @@ class Model {
   bool has_encoder() const;
   bool has_decoder() const;
   bool has_experts() const { return has_experts_; }
-  /// Whether layers are on other devices than the CPU.
+  /// Whether layers are on another device than the CPU.
   bool on_gpu() const { return on_gpu_; }
   /// Width of the sliding window; 0 without one.
   int32_t n_swa() const;
   bool is_recurrent() const;
   bool is_hybrid() const;
-  /// Whether the engine computes several sequences of a context correctly. Not on plamo2 (mixes them up, or
+  /// Whether the engine computes several sequences of a context correctly. False for plamo2 (mixes them up or
   /// aborts), arwkv7 and rwkv6qwen2 (keep the last token of the wrong sequence) and minimax-01 (aborts for
-  /// weight types with CPU kernels of their own: Q4_0, Q4_K).
+  /// weight types with special CPU kernels: Q4_0, Q4_K).
   bool batches_sequences() const;
   /// Whether a batch may carry embeddings in place of tokens.
   bool takes_embeddings() const { return arch() != "graniteswitch"; }
-  /// Whether the tokens of a batch see each other and no earlier ones. The engine makes a memory all the
-  /// same, and must be told to encode: a decode would hide later tokens from earlier ones and cut the batch.
+  /// Whether the tokens of a batch see each other and no earlier batch. Needs llama_encode, although the
+  /// engine makes a memory: llama_decode would mask later tokens and split the batch.
   bool is_encoder() const;
-  /// The reason why the model has no context of its own; empty when it has one.
+  /// The reason why the model cannot have a context of its own; empty when it can.
   std::string refusal() const;
-  /// Positions are below this: the rows of a learned position embedding, else what 32 bits hold.
+  /// Positions are below this: the number of learned position embeddings, else the limit of 32 bits.
   int32_t position_limit() const;
   /// Positions per embedding: 4 with M-RoPE, else 1.
   int32_t n_positions() const;
@@ -84,7 +83,7 @@ class Model {
   /// The rows of the token embedding matrix, dequantised to float32: n * n_embd values.
   std::vector<float> token_embeddings(const std::vector<int32_t>& tokens) const;
   DraftTraits draft_traits() const;
-  /// The reason why the model's MTP blocks cannot attend to the memory of this target; empty when they can.
+  /// The reason why the model's MTP blocks cannot attend to the KV cache of this target; empty when they can.
   std::string shared_memory_mismatch(const Model& target) const;
 
  private:
@@ -97,7 +96,7 @@ class Model {
   Vocab vocab_;
   int32_t process_;
   bool has_experts_;
-  bool blocks_alone_;  // MTP blocks without the trunk that they follow
+  bool blocks_alone_;  // the file has MTP blocks but no trunk
   bool on_gpu_;
 };
 

@@ -11,10 +11,9 @@ struct ModelOptions {
   bool use_mmap = true;
   bool load_mtp = false;
   bool vocab_only = false;
-  /// The type that weights other than float32 are converted to: "f32", "f16" or "bf16"; none: not converted.
+  /// Converts weights other than float32 to "f32", "f16" or "bf16"; none: no conversion.
   std::optional<std::string> weights;
-  /// Bytes of the machine's memory that the process can still take; 0: the weights are not checked against
-  /// it.
+  /// Bytes of memory that the process can still allocate; 0: do not check the weights against it.
   uint64_t memory_available = 0;
 };
 

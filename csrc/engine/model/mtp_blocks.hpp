@@ -4,12 +4,12 @@
 
 namespace llamatap {
 
-/// Inputs and outputs of an architecture's MTP blocks in the engine's graph (read from its src/models/*.cpp;
-/// check again with each engine bump).
+/// Inputs and outputs of an architecture's MTP blocks, from the engine's src/models/*.cpp (check again with
+/// each engine bump).
 struct MtpBlocks {
-  bool pre_norm = false;        // they take the target's state before its final norm, as their training did
-  bool crops_states = false;    // only outputs have a state; elsewhere all rows, in their order
-  bool borrows_memory = false;  // they attend to the target's memory and have none of their own
+  bool pre_norm = false;        // take the target's state before its final norm
+  bool crops_states = false;    // only outputs have a state; else all rows, in order
+  bool borrows_memory = false;  // attend to the target's KV cache, have none of their own
 };
 
 inline MtpBlocks mtp_blocks(const std::string& arch) {

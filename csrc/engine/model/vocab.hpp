@@ -9,13 +9,13 @@ struct llama_vocab;
 
 namespace llamatap {
 
-/// The tokenizer of a model. Valid as long as the model; thread-safe.
+/// Vocabulary and tokenizer of a model. Valid as long as the model; thread-safe.
 class Vocab {
  public:
   explicit Vocab(const llama_vocab* vocab) : vocab_(vocab) {}
 
   int32_t size() const;
-  /// Whether the file has one at all: without, there are token ids only.
+  /// Whether the file has a tokenizer; without one there are only token ids.
   bool has_tokenizer() const;
   /// Throws Unsupported for a file without a tokenizer.
   std::vector<int32_t> tokenize(const std::string& text, bool add_special, bool parse_special) const;
@@ -31,9 +31,9 @@ class Vocab {
   std::optional<int32_t> eos() const;
   std::optional<int32_t> eot() const;
   std::optional<int32_t> mask() const;
-  /// The text of a token as the file spells it.
+  /// The text of a token, as spelled in the file.
   std::string text(int32_t token) const;
-  /// The tokens that the file spells as these texts; the first one of each, in order of the texts.
+  /// For each text: the first token with exactly this spelling in the file.
   std::vector<std::optional<int32_t>> find(const std::vector<std::string>& texts) const;
   /// Throws InvalidInput unless 0 <= token < size().
   void check(int32_t token) const;

@@ -33,7 +33,7 @@ ggml_type weight_type(const std::string& name) {
   throw InvalidInput("weights must be \"f32\", \"f16\" or \"bf16\", not \"" + name + "\"");
 }
 
-/// A file that is read: its header, its tensors without data, and where the data is.
+/// An input file: its header, and its tensors without data.
 struct Part {
   explicit Part(const std::string& path) : path(path), stream(path, std::ios::binary) {
     ggml_context* made = nullptr;
@@ -55,7 +55,7 @@ struct Part {
   ggml_context_ptr tensors;
 };
 
-/// The type that weights of a type are written as.
+/// The output type of weights of type `found`.
 ggml_type type_of(ggml_type found, ggml_type wanted) {
   return found == GGML_TYPE_F32 || ggml_get_type_traits(found)->to_float == nullptr ? found : wanted;
 }
@@ -77,13 +77,13 @@ gguf_context_ptr header_of(const std::vector<std::unique_ptr<Part>>& parts, ggml
   return header;
 }
 
-/// Values of one tensor, converted a slab at a time.
+/// Converts the values of one tensor, slab by slab.
 class Converter {
  public:
   Converter(ggml_type found, ggml_type wanted) : found_(found), wanted_(type_of(found, wanted)) {}
 
-  /// The bytes to write for `count` values that `read(target, offset, size)` brings; false when a value is
-  /// beyond the type. `done` values come before them.
+  /// Converts `count` values, from value number `done` on, read by `read(target, offset, size)`, into
+  /// output(). Returns false when a value overflows the type.
   template <typename Read>
   bool convert(const Read& read, size_t done, size_t count) {
     const auto bytes = [&](ggml_type type, size_t n) {
@@ -101,7 +101,7 @@ class Converter {
     output_.resize(bytes(wanted_, count));
     if (wanted_ == GGML_TYPE_F16) {
       ggml_fp32_to_fp16_row(values_.data(), reinterpret_cast<ggml_fp16_t*>(output_.data()), n);
-      // Halfway to what would be the next number, rounding ends in infinity.
+      // From 65520 on, rounding to float16 gives infinity.
       return std::none_of(values_.begin(), values_.end(),
                           [](float value) { return std::isfinite(value) && std::fabs(value) >= 65520.0F; });
     }
@@ -135,7 +135,8 @@ ScratchFile::ScratchFile() {
   if (descriptor_ >= 0) unlink(name.c_str());
   const std::string folder = "/dev/fd/";
 #endif
-  if (descriptor_ < 0) throw EngineFailed("no file for the converted weights: " + reason_of(errno));
+  if (descriptor_ < 0)
+    throw EngineFailed("cannot create a file for the converted weights: " + reason_of(errno));
   path_ = folder + std::to_string(descriptor_);
 }
 
@@ -172,7 +173,7 @@ void convert_weights(const std::vector<std::string>& paths, const std::string& t
   });
   if (available > 0 && total > available) {
     throw OutOfMemory("the weights as " + type + " take " + size_text(total) + " of memory, and " +
-                      size_text(available) + " are available; take a smaller type, or leave out weights=");
+                      size_text(available) + " are available; use a smaller type, or omit weights=");
   }
   target.write(header.data(), header.size());
 

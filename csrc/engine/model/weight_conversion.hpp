@@ -7,16 +7,16 @@
 
 namespace llamatap {
 
-/// A file without a name (Linux: in memory), which goes when this and its readers do.
+/// Unnamed temporary file (Linux: in memory); deleted when this and its readers close it.
 class ScratchFile {
  public:
-  /// Throws EngineFailed when the system gives none.
+  /// Throws EngineFailed when the system cannot create one.
   ScratchFile();
   ~ScratchFile();
   ScratchFile(const ScratchFile&) = delete;
   ScratchFile& operator=(const ScratchFile&) = delete;
 
-  /// How this process opens it.
+  /// Path for this process.
   const std::string& path() const { return path_; }
   /// Throws EngineFailed when there is no room.
   void write(const void* data, size_t size);
@@ -26,16 +26,16 @@ class ScratchFile {
   std::string path_;
 };
 
-/// How far a conversion is, in 0..0.5 (what follows is the loading), and whether it shall end.
+/// Progress of a conversion, 0..0.5 (loading is the rest), and the request to stop.
 struct ConversionProgress {
   std::atomic<float>& fraction;
   const std::atomic<bool>& stop;
 };
 
-/// Write the model of these files (the parts of a split one, in order) into `target`: all weights that are
-/// not float32 as `type` ("f32", "f16" or "bf16"), rounded to nearest, and the rest as it is. Throws
-/// InvalidInput for another type and for weights beyond float16, ModelLoadFailed for what cannot be read,
-/// OutOfMemory when they take more than `available` bytes (0: any number may be taken), Interrupted.
+/// Writes the model of these files (the parts of a split one, in order) to `target`, with all weights that
+/// are not float32 converted to `type` ("f32", "f16" or "bf16"), rounded to nearest. Throws InvalidInput for
+/// another type and for weights beyond float16, ModelLoadFailed for unreadable files, OutOfMemory when the
+/// result exceeds `available` bytes (0: no limit), Interrupted.
 void convert_weights(const std::vector<std::string>& paths, const std::string& type, uint64_t available,
                      ScratchFile& target, const ConversionProgress& progress);
 

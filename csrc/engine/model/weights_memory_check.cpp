@@ -26,7 +26,7 @@ void require_model_memory(const std::vector<std::string>& paths, const ModelOpti
   const bool can_map = !options.use_mmap && footprint.mapped > 0;
   throw OutOfMemory("the weights of " + paths.front() + " take " + size_text(static_cast<double>(needed)) +
                     " of memory, and " + size_text(static_cast<double>(options.memory_available)) +
-                    " are available; take a file of a smaller type" +
+                    " are available; use a file of a smaller type" +
                     (can_map ? ", or map it (use_mmap=True)" : ""));
 }
 

@@ -8,8 +8,8 @@
 namespace llamatap {
 
 /// Throws OutOfMemory when the weights of these files (the parts of a split model) need more memory than is
-/// available. Mapped weights need none: their pages can be dropped and read again. (Some types the CPU keeps
-/// in an order of its own, which is a copy.)
+/// available. Mapped weights need none, as their pages can be read again, except types that the CPU back end
+/// repacks into a copy.
 void require_model_memory(const std::vector<std::string>& paths, const ModelOptions& options);
 
 }  // namespace llamatap

@@ -1,6 +1,6 @@
 #pragma once
 
-// The parts of an engine memory. Only for files that include its internal headers.
+// Parts of an engine memory. For files that include its internal headers.
 
 #include <vector>
 
@@ -17,10 +17,10 @@
 
 namespace llamatap::internals {
 
-/// The caches of keys and values whose cells are tokens.
+/// KV caches whose cells are tokens.
 struct Caches {
-  llama_kv_cache* all = nullptr;      // of the layers that see all tokens
-  llama_kv_cache* windows = nullptr;  // of those that see a window, where they are apart
+  llama_kv_cache* all = nullptr;      // layers with full attention
+  llama_kv_cache* windows = nullptr;  // layers with sliding windows, if separate
 
   /// The caches that are not null.
   std::vector<llama_kv_cache*> list() const {
@@ -45,7 +45,7 @@ inline Caches caches_of(llama_memory_i* memory) {
   return {dynamic_cast<llama_kv_cache*>(memory), nullptr};
 }
 
-/// The states of recurrent layers; null when there are none.
+/// Recurrent states; null when there are none.
 inline llama_memory_recurrent* recurrent_of(llama_memory_i* memory) {
   if (auto* both = dynamic_cast<llama_memory_hybrid*>(memory)) return both->get_mem_recr();
   if (auto* both = dynamic_cast<llama_memory_hybrid_iswa*>(memory)) return both->get_mem_recr();

@@ -17,14 +17,14 @@ using llamatap::internals::caches_of;
 using llamatap::internals::recurrent_of;
 using Slots = llama_kv_cache::slot_info;
 
-// Sets cells to zero where they lie, whatever their layout. What is named in an explicit instantiation is
-// exempt from access checks.
+// Calls a private method that zeroes cells in any layout. Names in an explicit instantiation are exempt from
+// access checks.
 void zero(llama_kv_cache& cache, uint32_t stream, const Slots& slots);
 
 template <void (llama_kv_cache::*Member)(llama_seq_id, uint32_t, const Slots&)>
 struct ReachZero {
   friend void zero(llama_kv_cache& cache, uint32_t stream, const Slots& slots) {
-    // It forgets a sequence as well: in a cache that is empty, any does.
+    // It also removes a sequence, any one: the cache is empty.
     (cache.*Member)(static_cast<llama_seq_id>(stream), stream, slots);
   }
 };
@@ -39,7 +39,7 @@ std::vector<int32_t> positions(const llama_kv_cache& cache, int32_t seq) {
 std::vector<int32_t> positions_after(const llama_kv_cache& cache, int32_t other, int32_t seq,
                                      llamatap::PositionRange range, int32_t delta) {
   const auto& cells = cache.get_cells(other);
-  // In caches of their own no cell is of both.
+  // In separate streams no cell belongs to both sequences.
   std::vector<int32_t> found;
   for (const auto& [position, cell] : cells.seq_pos_get(other)) {
     const bool moves = cells.seq_has(cell, seq) && range.contains(position);
@@ -54,7 +54,7 @@ std::vector<int32_t> positions_after(const llama_kv_cache& cache, int32_t other,
 namespace llamatap {
 
 Cells::Cells(const llama_context* context) : memory_(context->get_memory()) {
-  // Only read; the engine's getters are not const.
+  // Read-only; the engine's getters are not const.
   auto* memory = const_cast<llama_memory_i*>(memory_);
   const auto caches = caches_of(memory);
   all_ = caches.all;
@@ -64,7 +64,7 @@ Cells::Cells(const llama_context* context) : memory_(context->get_memory()) {
 
 int32_t Cells::first(int32_t seq) const {
   if (all_ != nullptr) return all_->get_cells(seq).seq_pos_min(seq);
-  // The state has seen everything from the start.
+  // A recurrent state covers all tokens from the start.
   return std::min(last(seq), 0);
 }
 
@@ -148,7 +148,7 @@ uint32_t cells_in_use(llama_context* context) {
 int64_t zero_cells(llama_context* context, uint32_t n) {
   auto* memory = context->get_memory();
   const auto& kind = typeid(*memory);
-  // Others have keys of indexes or compressed states besides.
+  // Other kinds also have indexer keys or compressed states.
   const bool known = kind == typeid(llama_kv_cache) || kind == typeid(llama_kv_cache_iswa) ||
                      kind == typeid(llama_memory_hybrid) || kind == typeid(llama_memory_hybrid_iswa);
   if (!known) return -1;

@@ -19,7 +19,7 @@ DraftTraits draft_traits(const llama_model* model) {
   traits.target_layers.assign(layers, layers + llama_model_target_layer_ids_n(model));
   traits.n_features = static_cast<int32_t>(model->hparams.n_embd_inp_enc());
   traits.n_embd_out = static_cast<int32_t>(model->hparams.n_embd_out());
-  // The engine puts another layer of one architecture in the same place.
+  // One architecture stores its router layer in the same field.
   traits.n_mtp = model->hparams.router_layer >= 0 ? 0 : static_cast<int32_t>(model->hparams.n_layer_nextn);
   traits.n_embedding = model->tok_embd == nullptr ? 0 : static_cast<int32_t>(model->tok_embd->ne[0]);
   traits.n_embedding_rows = rows(model->tok_embd);

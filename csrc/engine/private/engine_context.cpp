@@ -14,8 +14,8 @@
 
 namespace {
 
-// The context keeps the graph that it computes to itself. Names in an explicit instantiation are exempt from
-// access checks, and stop compiling when the engine renames them.
+// The graph being computed is private. Names in an explicit instantiation are exempt from access checks, and
+// stop compiling when the engine renames them.
 llm_graph_result* computed_result(llama_context& context);
 
 template <auto Member>
@@ -42,7 +42,7 @@ int32_t n_splits(const llama_context* context) {
 }
 
 bool can_shift(const llama_context* context) {
-  // A learned position is in the residual stream that keys and values were made of.
+  // Keys and values depend on learned positions and cannot be moved.
   if (context->get_model().pos_embd != nullptr) return false;
   const auto caches = caches_of(context->get_memory()).list();
   return std::all_of(caches.begin(), caches.end(), [](const llama_kv_cache* cache) {
@@ -62,10 +62,10 @@ const float* hooked_rows(llama_context* context, int32_t layer) {
 }
 
 void set_callback(llama_context* context, bool (*callback)(ggml_tensor*, bool, void*)) {
-  // Read whenever a graph is built; the context itself is not constant.
+  // The engine reads it when it builds a graph. The context is not const.
   auto& params = const_cast<llama_cparams&>(context->get_cparams());
   params.cb_eval = callback;
-  // What the scheduler computes with when a graph is used again, and for graphs of other kinds.
+  // The scheduler uses this one for reused graphs and graphs of other kinds.
   ggml_backend_sched_set_eval_callback(context->get_sched(), callback, params.cb_eval_user_data);
 }
 

@@ -9,42 +9,41 @@ struct ggml_cgraph;
 struct ggml_tensor;
 struct llama_context;
 
-/// Settings, graphs and hooks of a context of the engine.
+/// Settings, graphs and hooks of an engine context.
 namespace llamatap::internals {
 
 bool flash_attention(const llama_context* context);
 bool causal_attention(const llama_context* context);
 
-/// The number of parts, each on one back end, in which the scheduler computes the current graph.
+/// Number of parts of the current graph, each computed on one back end.
 int32_t n_splits(const llama_context* context);
 
-/// Whether each KV cache of the memory has layers: moving positions in one without ends the process.
+/// Whether positions can be moved. In a KV cache without layers, moving them would end the process.
 bool can_shift(const llama_context* context);
 
-/// Carries out what memory operations have left to the next decode (moved positions, copied streams).
+/// Applies memory operations that are pending until the next decode (moved positions, copied streams).
 void apply_memory_updates(llama_context* context);
 
-/// Switches the engine's own copy of the input of a layer, made after each ubatch. Only where
-/// LayerSource::hooked is set: elsewhere the next decode aborts. Each change costs a new reservation of
-/// memory.
+/// Switches the engine's hook that copies the input of a layer after each ubatch. Requires
+/// LayerSource::hooked: else the next decode aborts. Each change makes the engine reserve memory again.
 void hook_layer(llama_context* context, int32_t layer, bool on);
 
-/// The rows that the hook of a layer copied in the last decode: [n_tokens, n_embd] in batch order, valid
-/// until the next call.
+/// Rows that the hook of a layer copied in the last decode: [n_tokens, n_embd] in batch order, valid until
+/// the next call.
 const float* hooked_rows(llama_context* context, int32_t layer);
 
-/// Sets the graph callback of a context that was made with one. Null: no callback, and no stops between
-/// nodes.
+/// Sets the graph callback; its user data was set when the context was made. Null: no callback, no stops
+/// between nodes.
 void set_callback(llama_context* context, bool (*callback)(ggml_tensor*, bool, void*));
 
-/// The graph of a ubatch, built but not computed; no value when that fails. Valid until the next call for the
-/// same context.
+/// Builds the graph of a ubatch without computing it; no value on failure. Valid until the next call for the
+/// context.
 std::optional<Graph> reserve_graph(llama_context* context, uint32_t n_tokens, uint32_t n_outputs);
 
-/// The graph that the context is computing; to be called from the graph callback.
+/// The graph that the context is computing; call it from the graph callback.
 Graph computed_graph(llama_context* context);
 
-/// How often nodes of the graph read `tensor`.
+/// Number of reads of `tensor` by nodes of the graph.
 int32_t use_count(const ggml_cgraph* graph, const ggml_tensor* tensor);
 
 }  // namespace llamatap::internals

@@ -20,7 +20,7 @@ void add(llamatap::internals::Footprint& footprint, ggml_backend_buffer_type_t t
     return;
   }
   footprint.host += bytes;
-  // Weights that the CPU keeps in an order of its own are copies.
+  // Weights that the CPU back end repacks are copies, not mapped.
   if (type == ggml_backend_cpu_buffer_type()) footprint.mapped += bytes;
 }
 
@@ -78,10 +78,10 @@ double context_bound(const llama_model* model, const llama_context_params& param
   const double n_outputs = std::max<double>(params.n_outputs_max, n_seq);
   const double states = (double(hparams.n_embd_r()) + hparams.n_embd_s() + hparams.ple_conv_state()) *
                         hparams.n_layer_all * n_seq * (1 + params.n_rs_seq);
-  // Scores of each head, their softmax and copies; a dozen tensors of each width at once.
+  // Attention scores of each head, their softmax and copies; a dozen tensors of each width.
   const double compute =
       n_tokens * (4 * heads * std::max(n_ctx, n_tokens) + 16 * (width + hparams.n_embd) + 2 * n_vocab);
-  // Some architectures have caches of indices beside those of keys and values.
+  // + 100: some architectures have index caches beside the KV cache.
   return 2 * (n_ctx * (keys_and_values + 100) + 4 * (states + compute + n_outputs * n_vocab));
 }
 

@@ -14,24 +14,24 @@ namespace llamatap::internals {
 /// Bytes of buffers, by device.
 struct Footprint {
   uint64_t host = 0;
-  uint64_t mapped = 0;  // of weights: the part of `host` that a mapped file need not have in memory
+  uint64_t mapped = 0;  // weights in `host` that need no memory when the file is mapped
   std::map<ggml_backend_device*, uint64_t> devices;
 };
 
-/// The weights of a model, also of one that was loaded without them (no_alloc).
+/// Weights of a model, also when it was loaded without them (no_alloc).
 Footprint weights_footprint(const llama_model* model);
 
-/// The memory of sequences and the compute buffers, also where nothing is allocated because the model was
-/// loaded without weights. Outputs are not included.
+/// Memory of sequences and compute buffers of a context, also when the model was loaded without weights and
+/// nothing is allocated. Without outputs.
 Footprint context_footprint(const llama_context* context);
 
-/// Bytes of the recurrent states of a context. Allocated even where the model was loaded without weights.
+/// Bytes of the recurrent states of a context; allocated even when the model was loaded without weights.
 uint64_t recurrent_bytes(const llama_context* context);
 
-/// Cells of the KV caches, of all sequences together.
+/// Cells of the KV caches, for all sequences.
 uint64_t n_cells(const llama_context* context);
 
-/// Upper bound, quick to compute, of the bytes of a context of this model, on all devices together.
+/// Quick upper bound of the bytes of a context of this model, on all devices together.
 double context_bound(const llama_model* model, const llama_context_params& params);
 
 }  // namespace llamatap::internals

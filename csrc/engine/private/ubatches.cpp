@@ -18,9 +18,8 @@ struct ReachHeads {
 };
 template struct ReachHeads<&llama_kv_cache::v_heads>;
 
-/// Restores the cells from which each cache searches for free ones. Planning a batch of several streams
-/// leaves the position of one stream with another; with sliding windows, tokens would then be overwritten too
-/// early.
+/// Restores the cell where each cache starts to search for free ones. Planning a batch of several streams
+/// mixes up their start cells; with sliding windows, tokens would then be overwritten too early.
 class SearchHeads {
  public:
   explicit SearchHeads(llama_memory_i* memory) {

@@ -9,8 +9,8 @@ struct llama_context;
 
 namespace llamatap::internals {
 
-/// The ubatches in which the engine will compute the entries of `batch`, and their order in each: asked of
-/// its own splitter, with the memory as it is now. No value when the batch would not fit.
+/// The ubatches that the engine will split `batch` into with the current memory: by ubatch, the indices of
+/// its entries in order. No value when the batch does not fit.
 std::optional<std::vector<std::vector<int32_t>>> ubatches(llama_context* context, const llama_batch& batch);
 
 }  // namespace llamatap::internals
