@@ -203,4 +203,26 @@ TEST_CASE("nodes without a name are named by their operation") {
   CHECK(node_name(*node) == "inp_scaled");
 }
 
+TEST_CASE("a copy for another device stands for its node, though an unused input has the same name") {
+  const ggml_context_ptr context(ggml_init({size_t{1} << 20, nullptr, /*no_alloc=*/true}));
+  ggml_cgraph* nodes = ggml_new_graph(context.get());
+  auto* input = ggml_new_tensor_2d(context.get(), GGML_TYPE_F32, kEmbd, kTokens);
+  ggml_build_forward_expand(nodes, ggml_set_name(input, "inp_embd"));
+  auto* table = ggml_new_tensor_2d(context.get(), GGML_TYPE_F32, kEmbd, 32);
+  auto* embedding = ggml_get_rows(context.get(), table, ggml_new_tensor_1d(context.get(), GGML_TYPE_I32, 5));
+  ggml_build_forward_expand(nodes, ggml_set_name(embedding, "inp_embd"));
+  auto* weight = ggml_set_name(ggml_new_tensor_1d(context.get(), GGML_TYPE_F32, kEmbd), "weight");
+  ggml_build_forward_expand(nodes, weight);
+  const std::vector<ggml_tensor*> hooks;
+  const Graph graph(nodes, nullptr, nullptr, /*has_logits=*/false, &hooks);
+
+  const auto copy = [&](const char* name) {
+    return ggml_set_name(ggml_new_tensor_2d(context.get(), GGML_TYPE_F32, kEmbd, kTokens), name);
+  };
+  CHECK(graph.original(copy("CUDA0#inp_embd#0")) == embedding);
+  CHECK(graph.original(copy("CUDA0#weight#0")) == weight);
+  auto* unknown = copy("CUDA0#other#0");
+  CHECK(graph.original(unknown) == unknown);
+}
+
 }  // namespace llamatap

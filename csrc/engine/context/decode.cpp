@@ -209,7 +209,9 @@ bool Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, Dec
   for (const int32_t layer : hooks) observer->hooked(layer, internals::hooked_rows(context_.get(), layer));
   if (observer != nullptr) observer->end();
   if (piece.may_stop) return true;
-  outputs_.set_head(internals::computed_graph(context_.get()).has_logits());
+  const bool has_head = internals::computed_graph(context_.get()).has_logits();
+  outputs_.set_head(has_head);
+  if (!has_head) return true;
   for (size_t index = 0; index < given.size(); ++index) {
     if (batch.outputs()[given[index]]) outputs_.set(given[index], static_cast<int32_t>(index));
   }

@@ -6,6 +6,7 @@ EngineBatch::EngineBatch(const Batch& batch, const Piece& piece, int32_t n_posit
   const auto count = piece.rows.size();
   std::vector<bool> flagged(static_cast<size_t>(batch.size()), false);
   for (const int32_t row : piece.output_rows) flagged[row] = true;
+  if (batch.has_embeddings()) embeddings.reserve(count * static_cast<size_t>(batch.n_embd()));
   for (const int32_t row : piece.rows) {
     if (batch.has_embeddings()) {
       embeddings.insert(embeddings.end(), batch.embedding(row), batch.embedding(row) + batch.n_embd());

@@ -22,8 +22,12 @@ const ggml_tensor* Graph::original(const ggml_tensor* tensor) const {
   const auto last = name.rfind('#');
   if (first == last) return tensor;
   const std::string copied(name.substr(first + 1, last - first - 1));
-  const ggml_tensor* found = ggml_graph_get_tensor(graph_, copied.c_str());
-  return found == nullptr ? tensor : found;
+  // Nodes first: an input that nothing reads may bear the name of a node that was computed ("inp_embd").
+  for (int32_t i = 0; i < size(); ++i) {
+    if (copied == node(i)->name) return node(i);
+  }
+  const ggml_tensor* input = ggml_graph_get_tensor(graph_, copied.c_str());
+  return input == nullptr ? tensor : input;
 }
 
 const ggml_tensor* Graph::hooked_input(int32_t block) const {
