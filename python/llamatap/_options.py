@@ -35,7 +35,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, Union, cast
 
-from llamatap._validate import choice, flag, instance, integer, number
+from llamatap._validate import choice, finite_number, flag, instance, integer
 
 __all__ = ["Option", "checked_options", "given_options", "read_options", "takes_options"]
 
@@ -46,15 +46,18 @@ _T = TypeVar("_T")
 class Option:
     """An entry of a TypedDict of options, in its ``Annotated``.
 
-    Values are checked by the entry's type: int (within ``low..high``), bool, float, str, or a Literal of
-    strings; with ``| None``, None passes. Entries of other types pass as they are, unless ``check`` is given.
+    Values are checked by the entry's type: int, float, bool, str, or a Literal of strings; with ``| None``,
+    None passes. Entries of other types pass as they are, unless ``check`` is given.
     """
 
     default: Any
     #: Meaning of the option, as the docstring and the command line show it.
     help: str
-    low: int = -(2**31)
-    high: int = 2**31 - 1
+    #: Range of an int or a float. A float must be finite; an int is in -2**31..2**31-1 where no bound is given.
+    low: float | None = None
+    high: float | None = None
+    #: In place of ``low``: an exclusive bound of a float.
+    above: float | None = None
     #: Function from the option's name and a value (not None where None passes) to the value to use.
     check: Callable[[str, Any], Any] | None = None
     #: The name and the type of the entry; :func:`read_options` fills them in.
@@ -94,11 +97,12 @@ class Option:
         if self.choices:
             return choice(self.name, value, self.choices, self.optional)
         if self.kind is int:
-            return integer(self.name, value, self.low, self.high)
+            low, high = self.low, self.high
+            return integer(self.name, value, -(2**31) if low is None else int(low), 2**31 - 1 if high is None else int(high))
         if self.kind is bool:
             return flag(self.name, value)
         if self.kind is float:
-            return number(self.name, value)
+            return finite_number(self.name, value, self.low, self.high, self.above)
         if self.kind is str:
             instance(self.name, value, str)
         return value

@@ -67,6 +67,27 @@ def number(name: str, value: object) -> float:
         raise InvalidInputError(f"{name} must be a number, not {shown(value)}") from None
 
 
+def finite_number(
+    name: str, value: object, low: float | None = None, high: float | None = None, above: float | None = None
+) -> float:
+    """`value` as a finite float within bounds.
+
+    :param above: an exclusive lower bound.
+    """
+    found = number(name, value)
+    if math.isfinite(found) and (
+        (low is None or found >= low) and (high is None or found <= high) and (above is None or found > above)
+    ):
+        return found
+    if low is not None and high is not None:
+        expected = f"in {low:g}..{high:g}"
+    else:
+        bounds = [f"at least {low:g}"] * (low is not None) + [f"above {above:g}"] * (above is not None)
+        bounds += [f"at most {high:g}"] * (high is not None)
+        expected = " and ".join(["finite", *bounds])
+    raise InvalidInputError(f"{name} must be {expected}, not {shown(found)}")
+
+
 def flag(name: str, value: object) -> bool:
     """`value` as a bool; anything else is refused, as a text such as "no" would count as true."""
     if not isinstance(value, (bool, np.bool_)):

@@ -27,29 +27,29 @@ _MOST_BIAS = 1e6
 
 
 class SamplingOptions(TypedDict, total=False):
-    """How tokens are chosen: the keyword arguments of :class:`Sampler`, and some of :func:`generate`."""
+    """Sampling options: the keyword arguments of :class:`Sampler`, and some of :func:`generate`."""
 
-    temperature: Annotated[float, Option(0.0, "0 takes the most likely token")]
-    top_k: Annotated[int, Option(0, "keep the k most likely tokens; 0 is off")]
-    top_p: Annotated[float, Option(1.0, "keep the smallest set whose probability reaches p; 1 is off")]
+    temperature: Annotated[float, Option(0.0, "0 takes the most likely token", low=0)]
+    top_k: Annotated[int, Option(0, "keep the k most likely tokens; 0 is off", low=0)]
+    top_p: Annotated[float, Option(1.0, "keep the smallest set whose probability reaches p; 1 is off", above=0, high=1)]
     min_p: Annotated[
-        float, Option(0.0, "drop tokens less likely than min_p times the most likely one; 0 is off")
+        float, Option(0.0, "drop tokens less likely than min_p times the most likely one; 0 is off", low=0, high=1)
     ]
     repeat_penalty: Annotated[
-        float, Option(1.0, "divides (or, when negative, multiplies) the logits of recent tokens; 1 is off")
+        float, Option(1.0, "divides (or, when negative, multiplies) the logits of recent tokens; 1 is off", above=0)
     ]
     frequency_penalty: Annotated[float, Option(0.0, "subtracted for each recent occurrence of a token")]
     presence_penalty: Annotated[float, Option(0.0, "subtracted once for a recent token")]
-    penalty_last_n: Annotated[int, Option(64, "how many tokens are recent, 2**20 at most")]
+    penalty_last_n: Annotated[int, Option(64, "number of tokens that count as recent, at most 2**20", low=0, high=2**20)]
     logit_bias: Annotated[
         Mapping[int, float] | None,
-        Option(None, "by token id, what is added to its logit before all else; -infinity rules a token out"),
+        Option(None, "by token id: added to its logit before all else; -infinity excludes a token"),
     ]
     # The engine reads 2**32-1 as "draw a seed", which would not be reproducible.
     seed: Annotated[
         int | None,
         Option(
-            None, "seed of the random numbers, 0..2**32-2; drawn if it is not given", low=0, high=2**32 - 2
+            None, "random seed, 0..2**32-2; drawn if not given", low=0, high=2**32 - 2
         ),
     ]
 
@@ -103,7 +103,7 @@ class Sampler(NativeOwner[_core.Sampler]):
         self._native.accept(integer("a token id", token))
 
     def reset(self) -> None:
-        """Start again: no tokens noted, random numbers from the seed."""
+        """Start again: no recent tokens, random numbers from the seed."""
         self._native.reset()
 
 
@@ -120,7 +120,7 @@ def _biases(model: LoadedModel, given: Mapping[int, float] | None) -> list[tuple
         if not (abs(value) <= _MOST_BIAS or value == -math.inf):
             raise InvalidInputError(
                 f"the logit_bias of token {index} must be in -{_MOST_BIAS:g}..{_MOST_BIAS:g}, or -inf, which "
-                f"rules it out, not {value}"
+                f"excludes it, not {value}"
             )
         found.append((index, value))
     return found

@@ -204,7 +204,7 @@ def run(arguments: argparse.Namespace) -> int:
     with needs("server", "the server"):
         from llamatap.serve import create_app, logs
         from llamatap.serve.http.request_checks import is_loopback
-        from llamatap.serve.http.server import HttpServer
+        from llamatap.serve.http.server_lifecycle import HttpServer
     options = _server_options(arguments)
     if not is_loopback(arguments.host) and options.api_key is None and not options.any_host:
         raise InvalidInputError(

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamatap._threads import default_threads
-from llamatap.dataset.masks.conversation import ConversationMasker
+from llamatap.dataset.masks.conversation_masker import ConversationMasker
 from llamatap.dataset.messages import parse_tools, read_messages
 from llamatap.dataset.options import DatasetOptions
 from llamatap.dataset.row_files import Row

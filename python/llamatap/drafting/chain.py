@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from llamatap._validate import instance
 from llamatap.context import Batch
-from llamatap.drafting.draft_length import MaxTokens, most_tokens
+from llamatap.drafting.draft_length import MaxTokens, request_limit
 from llamatap.drafting.drafter import (
     Draft,
     Drafter,
@@ -48,7 +48,7 @@ class DrafterChain(Drafter):
         lengths = [one.n_max for one in self.drafters]
         if "auto" in lengths:
             return "auto"
-        return None if None in lengths else max(map(most_tokens, lengths))
+        return None if None in lengths else max(map(request_limit, lengths))
 
     def process(self, batch: Batch, states: States | None = None) -> None:
         for drafter in self.drafters:

@@ -2,9 +2,9 @@
 
 A draft has as many tokens as the least of these allows:
 
-- the drafter's ``n_max`` (:func:`most_tokens`), or for "auto" the length that :class:`DraftLength` chooses
+- the drafter's ``n_max`` (:func:`request_limit`), or for "auto" the length that :class:`DraftLength` chooses
   for the round;
-- what the target's memory can roll back (:meth:`llamatap.generation.rollback.Rollback.longest_draft`);
+- what the target's memory can roll back (:meth:`llamatap.generation.rollback.Rollback.cap_draft`);
 - what the request has left of ``max_tokens`` and of the context (:mod:`llamatap.generation.drafting_round`).
 """
 
@@ -21,11 +21,11 @@ __all__ = [
     "AUTO_LONGEST",
     "DraftLength",
     "MaxTokens",
-    "check_shortest",
     "checked_n_max",
-    "longest_draft",
+    "checked_n_min",
     "measured_length",
-    "most_tokens",
+    "numeric_n_max",
+    "request_limit",
 ]
 
 #: The longest draft that ``n_max="auto"`` considers.
@@ -156,8 +156,8 @@ def measured_length(n_max: object) -> DraftLength | None:
     return DraftLength(AUTO_LONGEST) if _is_auto(n_max) else None
 
 
-def longest_draft(n_max: object) -> int:
-    """The longest draft that the option ``n_max`` allows.
+def numeric_n_max(n_max: object) -> int:
+    """The option ``n_max`` as a number, with 8 for "auto".
 
     :raises InvalidInputError: it is neither an integer in 1..1024 nor "auto".
     """
@@ -177,8 +177,8 @@ def checked_n_max(name: str, n_max: object) -> MaxTokens:
     return integer(name, n_max, 1, 1024)
 
 
-def most_tokens(n_max: object) -> int:
-    """The most tokens to ask of a drafter with this :attr:`Drafter.n_max`; 2**31 - 1 for None and "auto".
+def request_limit(n_max: object) -> int:
+    """Limit on each request to a drafter with this :attr:`Drafter.n_max`; 2**31 - 1 for None and "auto".
 
     :raises InvalidInputError: it is not a number.
     """
@@ -187,8 +187,8 @@ def most_tokens(n_max: object) -> int:
     return integer("the drafter's n_max", n_max, 0)
 
 
-def check_shortest(n_min: object, n_max: int, why: str = "") -> int:
-    """Check the option ``n_min`` against the longest possible draft.
+def checked_n_min(n_min: object, n_max: int, why: str = "") -> int:
+    """Check that ``n_min`` is at most ``n_max``.
 
     :param why: what limits ``n_max``, for the message.
     :raises InvalidInputError: it is not an integer in 0..n_max.
@@ -196,7 +196,7 @@ def check_shortest(n_min: object, n_max: int, why: str = "") -> int:
     found = integer("n_min", n_min, 0)
     if found > n_max:
         raise InvalidInputError(
-            f"n_min must be at most n_max, {n_max}{why}, not {found}: all drafts would be given up"
+            f"n_min must be at most n_max, {n_max}{why}, not {found}: every draft would be discarded"
         )
     return found
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from llamatap._validate import shown
 from llamatap.context import Batch
-from llamatap.drafting.draft_length import MaxTokens, most_tokens
+from llamatap.drafting.draft_length import MaxTokens, request_limit
 from llamatap.errors import InvalidInputError
 from llamatap.layers import LayerId
 from llamatap.states import States
@@ -131,7 +131,7 @@ def check_drafter(drafter: Drafter) -> None:
     except ValueError:
         # A callable without a signature, of an extension module.
         pass
-    most_tokens(drafter.n_max)
+    request_limit(drafter.n_max)
 
 
 def check_requests(requests: object) -> None:
@@ -150,7 +150,7 @@ def checked_drafts(drafter: Drafter, requests: Mapping[int, DraftRequest]) -> di
 
     :raises InvalidInputError: the drafter returned something else.
     """
-    n_max = most_tokens(drafter.n_max)
+    n_max = request_limit(drafter.n_max)
     asked = {seq: replace(one, n_max=min(one.n_max, n_max)) for seq, one in requests.items()}
     asked = {seq: one for seq, one in asked.items() if one.n_max > 0}
     if not asked:

@@ -14,7 +14,7 @@ from llamatap._options import Option, checked_options, takes_options
 from llamatap._validate import instance, number
 from llamatap.context import Batch, Context
 from llamatap.drafting.chain import members
-from llamatap.drafting.draft_length import MaxTokens, check_shortest, checked_n_max, longest_draft
+from llamatap.drafting.draft_length import MaxTokens, checked_n_max, checked_n_min, numeric_n_max
 from llamatap.drafting.drafter import Drafter
 from llamatap.drafting.native_drafter import NativeDrafter
 from llamatap.drafting.ngram import NGramDrafter
@@ -39,18 +39,7 @@ __all__ = [
 ]
 
 
-def _probability(name: str, value: object) -> float:
-    found = number(name, value)
-    if not 0 <= found <= 1:
-        raise InvalidInputError(f"{name} must be in 0..1, not {value}")
-    return found
 
-
-def _temperature(name: str, value: object) -> float:
-    found = number(name, value)
-    if not 0 <= found < float("inf"):
-        raise InvalidInputError(f"{name} must be finite and not negative, not {value}")
-    return found
 
 
 class DraftOptions(TypedDict, total=False):
@@ -72,7 +61,8 @@ class DraftOptions(TypedDict, total=False):
             0.0,
             "a draft ends where the drafter finds no token as likely as this; with DSpark, where its "
             "confidence head is less sure",
-            check=_probability,
+            low=0,
+            high=1,
         ),
     ]
     temperature: Annotated[
@@ -81,7 +71,7 @@ class DraftOptions(TypedDict, total=False):
             0.0,
             "0 drafts the most likely tokens. Above 0, tokens are drawn from softmax(logits / temperature) "
             "and drafts carry their distributions, for ``generate(..., rejection=True)``",
-            check=_temperature,
+            low=0,
         ),
     ]
     seed: Annotated[int, Option(0, "seed of the draws", low=0, high=2**32 - 1)]
@@ -111,19 +101,19 @@ class SpeculativeDrafter(NativeDrafter):
             )
         chosen = checked_options(DraftOptions, options, f"{type(self).__name__}()")
         n_max, temperature = chosen["n_max"], chosen["temperature"]
-        longest, why = longest_draft(n_max), ""
+        limit, why = numeric_n_max(n_max), ""
         most = native_of(spec).longest_block if spec.n_heads == 1 else spec.n_heads
-        if most is not None and most < longest:
-            longest, why = most, f" with {spec.model.path.name}"
+        if most is not None and most < limit:
+            limit, why = most, f" with {spec.model.path.name}"
         core = _core.speculative_drafter(
             native_of(spec),
-            n_max=longest,
-            n_min=check_shortest(chosen["n_min"], longest, why),
+            n_max=limit,
+            n_min=checked_n_min(chosen["n_min"], limit, why),
             p_min=chosen["p_min"],
             temperature=temperature,
             seed=chosen["seed"],
         )
-        super().__init__(core, n_max if n_max == "auto" else longest)
+        super().__init__(core, n_max if n_max == "auto" else limit)
         self.spec = spec
         self.target_layers = spec.target_layers
         self.draws = temperature > 0

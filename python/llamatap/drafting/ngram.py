@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llamatap._native import _core
 from llamatap._validate import integer
-from llamatap.drafting.draft_length import MaxTokens, check_shortest, longest_draft
+from llamatap.drafting.draft_length import MaxTokens, checked_n_min, numeric_n_max
 from llamatap.drafting.native_drafter import NativeDrafter
 
 __all__ = ["NGramDrafter"]
@@ -32,11 +32,11 @@ class NGramDrafter(NativeDrafter):
         n_max: MaxTokens = 8,
         n_min: int = 1,
     ) -> None:
-        most = longest_draft(n_max)
+        limit = numeric_n_max(n_max)
         core = _core.ngram_drafter(
             n_longest=integer("n_longest", n_longest, 1, 64),
             n_shortest=integer("n_shortest", n_shortest, 1, 64),
-            n_max=most,
-            n_min=check_shortest(n_min, most),
+            n_max=limit,
+            n_min=checked_n_min(n_min, limit),
         )
         super().__init__(core, n_max)

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from llamatap._validate import instance, integer
 from llamatap.context import Batch
-from llamatap.drafting.draft_length import MaxTokens, longest_draft, most_tokens
+from llamatap.drafting.draft_length import MaxTokens, numeric_n_max, request_limit
 from llamatap.drafting.drafter import Draft, Drafter, DraftRequest, check_requests
 from llamatap.errors import InvalidInputError
 from llamatap.states import States
@@ -92,7 +92,7 @@ class TextDrafter(Drafter):
     def draft(self, requests: Mapping[int, DraftRequest]) -> dict[int, Draft]:
         check_requests(requests)
         drafts = {}
-        n_own = most_tokens(self.n_max)
+        n_own = request_limit(self.n_max)
         for seq, request in requests.items():
             buffer = self._buffers.get(seq) or _TokenBuffer()
             if request.position != buffer.n:
@@ -134,7 +134,7 @@ class CallableDrafter(TextDrafter):
         super().__init__()
         if not callable(function):
             raise InvalidInputError(f"function must be callable, not {type(function).__name__}")
-        longest_draft(n_max)
+        numeric_n_max(n_max)
         self.n_max = n_max
         self._function = function
 

@@ -123,9 +123,9 @@ def extract(
     if isinstance(model_or_context, LoadedModel):
         return _extractor_of(model).run(request)
     room = native_of(model_or_context).n_ctx_seq
-    if request.longest > room:
+    if request.longest_prompt > room:
         raise ContextFullError(
-            f"a prompt of {request.longest} tokens does not fit into a context of {room} a sequence (n_ctx); "
+            f"a prompt of {request.longest_prompt} tokens does not fit into a context of {room} a sequence (n_ctx); "
             "cut it with max_length, or make a larger context"
         )
     return request.result(compute(request, model_or_context, range(len(request.jobs))))

@@ -177,9 +177,9 @@ class Extractor(Closeable):
         try:
             self._extracting = threading.get_ident()
             limit = self._options.get("n_ctx") or self.model.n_ctx_train
-            if request.longest > limit > 0:
+            if request.longest_prompt > limit > 0:
                 raise ContextFullError(
-                    f"a prompt of {request.longest} tokens is longer than the {limit} that the model was "
+                    f"a prompt of {request.longest_prompt} tokens is longer than the {limit} that the model was "
                     "trained for or n_ctx allows; cut it with max_length, or give n_ctx"
                 )
             done: dict[int, States] = {}

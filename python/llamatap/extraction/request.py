@@ -103,7 +103,7 @@ class ExtractionRequest:
         self._allocate()
 
     @property
-    def longest(self) -> int:
+    def longest_prompt(self) -> int:
         """The tokens of the longest prompt."""
         return max(len(job.prompt) for job in self.jobs)
 

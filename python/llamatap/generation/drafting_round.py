@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamatap._engine_context import EngineContext
-from llamatap.drafting.draft_length import measured_length, most_tokens
+from llamatap.drafting.draft_length import measured_length, request_limit
 from llamatap.drafting.drafter import Draft, Drafter, DraftRequest, checked_drafts
 from llamatap.errors import InvalidInputError
 from llamatap.generation.request import NO_DRAFT, Request
@@ -31,7 +31,7 @@ class RoundDrafts:
         self._rollback = rollback
         self._timer = timer
         self._n_vocab = engine.model.n_vocab
-        self._most_tokens = most_tokens(drafter.n_max)
+        self._request_limit = request_limit(drafter.n_max)
         self.length = measured_length(drafter.n_max)
 
     def ask(self, in_flight: Sequence[Request], in_prefill: bool) -> int:
@@ -71,28 +71,28 @@ class RoundDrafts:
         }
         if not any(n > 0 for n in usable.values()):
             return {}
-        longest = self._longest(len(in_flight), in_prefill)
+        limit = self._round_limit(len(in_flight), in_prefill)
         return {
             request.seq: DraftRequest(
                 request.tokens[-1],
                 request.position,
-                min(longest, usable[request.seq]),
+                min(limit, usable[request.seq]),
                 request.sampler.seed,
             )
             for request in in_flight
-            if min(longest, usable.get(request.seq, 0)) > 0
+            if min(limit, usable.get(request.seq, 0)) > 0
         }
 
-    def _longest(self, n_in_flight: int, in_prefill: bool) -> int:
-        """The longest draft of this round, whatever room a request has."""
+    def _round_limit(self, n_in_flight: int, in_prefill: bool) -> int:
+        """Limit on the drafts of this round, whatever room a request has."""
         if self.length is None:
-            longest = self._most_tokens
+            limit = self._request_limit
         elif in_prefill:
             # Rounds with prefill are not measured, so they try no other length.
-            longest = self.length.best(n_in_flight)
+            limit = self.length.best(n_in_flight)
         else:
-            longest = self.length.choose(n_in_flight)
-        return self._rollback.longest_draft(longest)
+            limit = self.length.choose(n_in_flight)
+        return self._rollback.cap_draft(limit)
 
     def _usable(self, draft: Draft, rejection: bool) -> Draft:
         tokens = draft.tokens

@@ -22,8 +22,8 @@ class Rollback:
         self._engine = engine_of(context)
         self.most_rows = min(context.n_ubatch, context.n_batch, context.n_outputs_max or context.n_ubatch)
 
-    def longest_draft(self, n: int) -> int:
-        """The longest draft that can be rolled back, of at most ``n`` tokens."""
+    def cap_draft(self, n: int) -> int:
+        """Cut a draft length to what can be rolled back."""
         return n
 
     def passes(self, requests: list[Request]) -> list[list[Request]]:
@@ -44,7 +44,7 @@ class SlidingWindowRollback(Rollback):
     no window reaches any more, so drafts must be verified before the next ubatch: a pass with drafts is one
     ubatch."""
 
-    def longest_draft(self, n: int) -> int:
+    def cap_draft(self, n: int) -> int:
         return min(n, self.most_rows - 1)
 
     def passes(self, requests: list[Request]) -> list[list[Request]]:
@@ -65,10 +65,10 @@ class SlidingWindowRollback(Rollback):
 
 
 class RecurrentRollback(Rollback):
-    """Rollback with recurrent layers, which can take back up to ``n_rs_seq`` tokens of the last ubatch, once.
+    """Rollback with recurrent layers, which can roll back up to ``n_rs_seq`` tokens of the last ubatch, once.
     The engine splits sequences of different length, or many of them, into several ubatches."""
 
-    def longest_draft(self, n: int) -> int:
+    def cap_draft(self, n: int) -> int:
         return min(n, self._context.n_rs_seq, self.most_rows - 1)
 
     def passes(self, requests: list[Request]) -> list[list[Request]]:

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
-from llamatap.serve.app_state import server_of
-from llamatap.serve.shutdown import shutting_down
+from llamatap.serve.app_state import app_state_of
+from llamatap.serve.drain_deadline import shutting_down
 
 __all__ = ["ClientGoneError", "unless_gone"]
 
@@ -34,7 +34,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
     """
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_disconnected(request))
-    ended = asyncio.create_task(server_of(request).ending.wait())
+    ended = asyncio.create_task(app_state_of(request).drain_deadline.wait())
     try:
         await asyncio.wait((task, gone, ended), return_when=asyncio.FIRST_COMPLETED)
         if task.done():

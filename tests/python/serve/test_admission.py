@@ -21,7 +21,7 @@ from support.tiny import TinyLlama
 
 import llamatap as lt
 from llamatap.serve import ServerOptions
-from llamatap.serve.app_state import Server
+from llamatap.serve.app_state import AppState
 from llamatap.serve.completions.schema import ChatRequest, CompletionRequest
 from llamatap.serve.errors import ApiError
 from llamatap.serve.fields import Body
@@ -226,14 +226,14 @@ def test_texts_that_no_prompt_can_be(tiny_path: Path) -> None:
 def test_tokenising_has_few_threads_and_a_limit(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     threads: set[int] = set()
-    tokens = Server.checked_prompt
+    tokens = AppState.checked_prompt
 
-    def waits(self: Server, model: lt.Model, prompt: Any) -> Any:
+    def waits(self: AppState, model: lt.Model, prompt: Any) -> Any:
         threads.add(threading.get_ident())
         assert gate.wait(30)
         return tokens(self, model, prompt)
 
-    monkeypatch.setattr(Server, "checked_prompt", waits)
+    monkeypatch.setattr(AppState, "checked_prompt", waits)
     with (
         running([tiny_options(tiny_path)], ServerOptions(max_queue=3)) as server,
         ThreadPoolExecutor(20) as pool,

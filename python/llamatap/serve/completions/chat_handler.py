@@ -7,7 +7,7 @@ from typing import Any
 
 from llamatap.errors import UnsupportedError
 from llamatap.generation.results import Generation, TokenLogprobs
-from llamatap.serve.app_state import Server
+from llamatap.serve.app_state import AppState
 from llamatap.serve.completions.logprobs import finite
 from llamatap.serve.completions.schema import ROLES, ChatRequest
 from llamatap.serve.completions.text_handler import TextHandler
@@ -32,8 +32,8 @@ class ChatHandler(TextHandler):
     choices_have_prompt_logprobs = False
     body: ChatRequest
 
-    def __init__(self, server: Server, worker: ModelWorker, body: ChatRequest) -> None:
-        super().__init__(server, worker, body)
+    def __init__(self, app_state: AppState, worker: ModelWorker, body: ChatRequest) -> None:
+        super().__init__(app_state, worker, body)
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError.invalid("top_logprobs needs logprobs: true")
         if body.continue_final_message and body.add_generation_prompt:

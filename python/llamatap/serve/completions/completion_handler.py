@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from llamatap.generation.options import token_bytes
 from llamatap.generation.results import Event, Generation, TokenLogprobs
 from llamatap.generation.text_stream import TextStream
-from llamatap.serve.app_state import Server
+from llamatap.serve.app_state import AppState
 from llamatap.serve.completions.echo import offsets_in, text_of
 from llamatap.serve.completions.logprobs import finite
 from llamatap.serve.completions.schema import CompletionRequest
@@ -33,8 +33,8 @@ class CompletionHandler(TextHandler):
     stream_advice = "ask without stream, or with echo and logprobs"
     body: CompletionRequest
 
-    def __init__(self, server: Server, worker: ModelWorker, body: CompletionRequest) -> None:
-        super().__init__(server, worker, body)
+    def __init__(self, app_state: AppState, worker: ModelWorker, body: CompletionRequest) -> None:
+        super().__init__(app_state, worker, body)
         if body.best_of not in (None, 1, self.n):
             raise ApiError.invalid("best_of is not supported here: only n texts are generated")
         if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:

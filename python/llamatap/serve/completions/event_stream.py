@@ -66,4 +66,4 @@ async def _event_lines(handler: TextHandler, index: int, event: Event) -> list[b
     def work() -> list[bytes]:
         return [_line(chunk) for chunk in handler.chunks(index, event)]
 
-    return await handler.server.encoders.run(work) if handler.must_echo(index) else work()
+    return await handler.app_state.encoders.run(work) if handler.must_echo(index) else work()

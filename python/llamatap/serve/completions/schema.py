@@ -56,9 +56,16 @@ _Temperature: TypeAlias = Annotated[
 _TopK: TypeAlias = Annotated[int, Field(ge=-1, le=2**31 - 1), AfterValidator(lambda value: max(value, 0))]
 
 
-def _option(name: str, **bounds: Any) -> Any:
-    """A field that is an option of :func:`llamatap.generate`, described as the option is."""
-    return Field(None, description=read_options(GenerateOptions)[name].plain_help, **bounds)
+def _option(name: str, **own: Any) -> Any:
+    """A field that is an option of :func:`llamatap.generate`, with the option's description and range.
+
+    :param own: arguments of pydantic's ``Field``; bounds in it are OpenAI's or vLLM's range in place of the
+        option's.
+    """
+    option = read_options(GenerateOptions)[name]
+    bounds = {"ge": option.low, "gt": option.above, "le": option.high}
+    own = {key: bound for key, bound in bounds.items() if bound is not None} | own
+    return Field(None, description=option.plain_help, **own)
 
 
 class Sampling(Body):
@@ -72,20 +79,20 @@ class Sampling(Body):
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     temperature: _Temperature | None = Field(
         None,
-        description="default 1; 0 takes the most likely token, and so does less than 1e-5",
+        description="default 1; below 1e-5 the most likely token is taken",
     )
-    top_p: float | None = _option("top_p", gt=0, le=1)
-    top_k: _TopK | None = Field(None, description="draw from the k most likely tokens; 0 or -1: from all")
-    min_p: float | None = _option("min_p", ge=0, le=1)
+    top_p: float | None = _option("top_p")
+    top_k: _TopK | None = Field(None, description="sample from the k most likely tokens; 0 or -1: from all")
+    min_p: float | None = _option("min_p")
     frequency_penalty: float | None = _option("frequency_penalty", ge=-2, le=2)
     presence_penalty: float | None = _option("presence_penalty", ge=-2, le=2)
-    repeat_penalty: float | None = _option("repeat_penalty", alias="repetition_penalty", gt=0, le=10)
+    repeat_penalty: float | None = _option("repeat_penalty", alias="repetition_penalty", le=10)
     logit_bias: Biases | None = Field(
         None, description="by token id, -100..100: added to its logit before all else"
     )
-    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="seed of the random numbers")
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="random seed")
     stop: str | Annotated[list[str], Field(fail_fast=True, max_length=16)] | None = Field(
-        None, description="strings that end the text, and are not part of it"
+        None, description="stop strings; the text does not include them"
     )
     stop_tokens: Annotated[Ids, Field(max_length=256)] | None = _option("stop_tokens", alias="stop_token_ids")
     ignore_eos: bool | None = _option("ignore_eos")
@@ -94,19 +101,18 @@ class Sampling(Body):
         None,
         ge=0,
         le=20,
-        description="how many of the most likely tokens to report at each token of the prompt; without "
-        "stream",
+        description="report this many of the most likely tokens at each token of the prompt; not with stream",
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = Field(None, description="the token ids of the prompt and the text, too")
+    return_token_ids: bool | None = Field(None, description="also return the token ids of the prompt and the text")
     return_hidden_states: bool | Literal["last"] | None = Field(
         None,
-        description="hidden states: rows of the prompt, then one row for each token; or of the last token",
+        description='true: the states of the prompt, then of each token; "last": only of the last token',
     )
     layer: int | None = Field(
         None,
-        description="layer of return_hidden_states, as transformers counts the architecture; default -1: the "
+        description="layer of return_hidden_states, as transformers counts it for the architecture; default -1: the "
         "last, normed",
     )
     # Accepted without effect.
@@ -145,12 +151,12 @@ class CompletionRequest(Sampling):
         None, ge=0, le=2**31 - 1, description="default 16; 0 only with echo or prompt_logprobs"
     )
     logprobs: int | None = Field(
-        None, ge=0, le=20, description="how many of the most likely tokens to report at each token"
+        None, ge=0, le=20, description="report this many of the most likely tokens at each token"
     )
     echo: bool | None = Field(
-        None, description="begin with the prompt, and its logprobs where they are asked for"
+        None, description="begin with the prompt, and with its logprobs if they are requested"
     )
-    best_of: int | None = Field(None, ge=1, description="1, or as n: no other texts are generated")
+    best_of: int | None = Field(None, ge=1, description="1, or equal to n: only n texts are generated")
     suffix: Annotated[Any, Unserved("")] = None
     add_special_tokens: Annotated[Any, Unserved(True)] = None
 

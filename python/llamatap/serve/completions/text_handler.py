@@ -15,7 +15,7 @@ from llamatap.errors import ContextFullError
 from llamatap.extraction.inputs import CheckedPrompt
 from llamatap.generation.api import GenerateOptions
 from llamatap.generation.results import Event, Generation, TokenLogprobs
-from llamatap.serve.app_state import Server
+from llamatap.serve.app_state import AppState
 from llamatap.serve.completions.logprobs import prompt_logprobs, prompt_logprobs_bytes
 from llamatap.serve.completions.returned_states import ReturnedStates
 from llamatap.serve.completions.schema import Sampling
@@ -43,8 +43,8 @@ class TextHandler(ABC):
     #: Advice to a request that combines ``prompt_logprobs`` with ``stream``.
     stream_advice: ClassVar[str] = "ask without stream"
 
-    def __init__(self, server: Server, worker: ModelWorker, body: Sampling) -> None:
-        self.server = server
+    def __init__(self, app_state: AppState, worker: ModelWorker, body: Sampling) -> None:
+        self.app_state = app_state
         self.worker = worker
         self.model = worker.model
         self.body = body
@@ -141,7 +141,7 @@ class TextHandler(ABC):
         """
         self.inputs = self.read_inputs()
         n_texts = len(self.inputs) * self.n
-        if n_texts > (most := self.server.options.max_inputs):
+        if n_texts > (most := self.app_state.options.max_inputs):
             raise ApiError.invalid(
                 f"{n_texts} texts; this server gives {most} in a response", "too_many_inputs"
             )
@@ -155,9 +155,9 @@ class TextHandler(ABC):
         if self.body.return_hidden_states:
             n_rows = sum(len(prompt) + self._most_tokens(prompt) for prompt in self.prompts)
             self.returned_states = ReturnedStates(self.model, self.body)
-            self.returned_states.check_size(n_rows, self.server.options.max_response_bytes)
+            self.returned_states.check_size(n_rows, self.app_state.options.max_response_bytes)
             self.n_bytes += self.returned_states.n_bytes(n_rows)
-        verifier = self.server.verifier
+        verifier = self.app_state.verifier
         if verifier is not None and self.body.return_token_ids and not self.body.stream and self.n == 1:
             if len(self.prompts) > 1:
                 raise ApiError.invalid("a verifier takes one prompt a request")
@@ -165,7 +165,7 @@ class TextHandler(ABC):
             self.n_bytes += self.verifier_file.n_bytes
 
     def _checked_prompt(self, given: str | Sequence[int]) -> CheckedPrompt:
-        prompt = self.server.checked_prompt(self.model, given)
+        prompt = self.app_state.checked_prompt(self.model, given)
         if len(prompt) > (most := self.worker.limits.text):
             raise ContextFullError(
                 f"the prompt has {len(prompt)} tokens; {self.worker.name} takes texts of {most} at most"

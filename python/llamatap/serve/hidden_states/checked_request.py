@@ -14,7 +14,7 @@ from llamatap.errors import ContextFullError, InvalidInputError
 from llamatap.extraction.inputs import CheckedPrompt, cut_tokens
 from llamatap.layers import LayerId
 from llamatap.presets import Preset
-from llamatap.serve.app_state import Server
+from llamatap.serve.app_state import AppState
 from llamatap.serve.errors import ApiError
 from llamatap.serve.hidden_states.schema import HiddenStatesRequest
 from llamatap.serve.payload import bytes_of
@@ -68,14 +68,14 @@ class CheckedRequest:
         return int(DTYPES[self.wanted.dtype].itemsize)
 
 
-def check_request(server: Server, worker: ModelWorker, body: HiddenStatesRequest) -> CheckedRequest:
+def check_request(app_state: AppState, worker: ModelWorker, body: HiddenStatesRequest) -> CheckedRequest:
     """Check a request and tokenise its prompts. Long work: run it off the event loop.
 
     :raises ApiError: the request is wrong, or too large.
     :raises InvalidInputError: a prompt or a layer is wrong.
     """
-    preset = _preset(server, worker, body)
-    _check_count(server, body.input if preset is None else body.prompt)
+    preset = _preset(app_state, worker, body)
+    _check_count(app_state, body.input if preset is None else body.prompt)
     inputs = _texts(worker, body, preset) if preset is not None else _inputs(body)
     single = not isinstance(inputs, list)
     prompts: list[_Prompt] = inputs if isinstance(inputs, list) else [inputs]
@@ -87,18 +87,18 @@ def check_request(server: Server, worker: ModelWorker, body: HiddenStatesRequest
         body.pooling,
         None if preset is None else preset.rows,
     )
-    max_length = _max_length(server, body, preset)
+    max_length = _max_length(app_state, body, preset)
     tasks = []
     for index, prompt in enumerate(prompts):
         where = "" if single else f"input {index}: "
         try:
-            tasks.append(_task(server, worker, preset, wanted, prompt, max_length))
+            tasks.append(_task(app_state, worker, preset, wanted, prompt, max_length))
         except ContextFullError as error:
             raise ContextFullError(f"{where}{error}") from None
         except InvalidInputError as error:
             raise InvalidInputError(f"{where}{error}") from None
     checked = CheckedRequest(body, worker, preset, single, wanted, tasks)
-    if checked.states_bytes > (limit := server.options.max_response_bytes):
+    if checked.states_bytes > (limit := app_state.options.max_response_bytes):
         raise ApiError(
             413,
             "invalid_request_error",
@@ -109,7 +109,7 @@ def check_request(server: Server, worker: ModelWorker, body: HiddenStatesRequest
     return checked
 
 
-def _preset(server: Server, worker: ModelWorker, body: HiddenStatesRequest) -> Preset | None:
+def _preset(app_state: AppState, worker: ModelWorker, body: HiddenStatesRequest) -> Preset | None:
     if body.preset is None:
         if body.prompt is not None:
             raise ApiError.invalid("prompt needs a preset; a text as it is goes into input")
@@ -118,15 +118,15 @@ def _preset(server: Server, worker: ModelWorker, body: HiddenStatesRequest) -> P
         raise ApiError.invalid("a preset takes a prompt, and no input: it applies the template itself")
     if body.layer is not None or body.layers is not None:
         raise ApiError.invalid("a preset chooses the layers; leave out layer and layers")
-    preset = server.preset(body.preset)
+    preset = app_state.preset(body.preset)
     preset.check(worker.model)
     return preset
 
 
-def _check_count(server: Server, given: str | Sequence[object] | None) -> None:
+def _check_count(app_state: AppState, given: str | Sequence[object] | None) -> None:
     if not isinstance(given, list) or (given and isinstance(given[0], int)):
         return
-    if len(given) > (most := server.options.max_inputs):
+    if len(given) > (most := app_state.options.max_inputs):
         raise ApiError.invalid(
             f"{len(given)} inputs; this server takes {most} in a request", "too_many_inputs"
         )
@@ -166,8 +166,8 @@ def _layers(worker: ModelWorker, body: HiddenStatesRequest, preset: Preset | Non
     return layer_ids.normalize(layer_ids.translate_for(model, given, source="transformers"), model.n_layer)
 
 
-def _max_length(server: Server, body: HiddenStatesRequest, preset: Preset | None) -> int:
-    most = server.options.max_length
+def _max_length(app_state: AppState, body: HiddenStatesRequest, preset: Preset | None) -> int:
+    most = app_state.options.max_length
     # The length of a preset is part of it; a preset without one takes the whole text.
     default = min(_DEFAULT_MAX_LENGTH, most) if preset is None else preset.max_length or most
     max_length = body.max_length or default
@@ -181,14 +181,14 @@ def _max_length(server: Server, body: HiddenStatesRequest, preset: Preset | None
 
 
 def _task(
-    server: Server,
+    app_state: AppState,
     worker: ModelWorker,
     preset: Preset | None,
     wanted: WantedStates,
     prompt: _Prompt,
     max_length: int,
 ) -> ExtractionTask:
-    whole = server.checked_prompt(worker.model, prompt)
+    whole = app_state.checked_prompt(worker.model, prompt)
     tokens = cut_tokens(worker.model, prompt, whole.tokens, max_length)
     if len(tokens) > (limit := worker.limits.prompt) > 0:
         raise ContextFullError(

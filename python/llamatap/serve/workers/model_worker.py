@@ -19,9 +19,9 @@ from llamatap.extraction.inputs import CheckedPrompt
 from llamatap.generation.api import GenerateOptions
 from llamatap.generation.results import Event
 from llamatap.model import Model
+from llamatap.serve.drain_deadline import DrainDeadline, shutting_down
 from llamatap.serve.metrics import Metrics
 from llamatap.serve.options import ModelOptions
-from llamatap.serve.shutdown import Ending, shutting_down
 from llamatap.serve.workers.admission import Admission
 from llamatap.serve.workers.batch_extractor import BatchExtractor
 from llamatap.serve.workers.contexts import new_session, try_contexts
@@ -40,15 +40,17 @@ class ModelWorker:
 
     :param options: the model to load.
     :param max_queue: the most prompts that may wait.
-    :param ending: when in-flight texts must end.
+    :param drain_deadline: when in-flight texts must end.
     :raises Error: the model or its drafter cannot be loaded, or nothing can be computed with it.
     """
 
-    def __init__(self, options: ModelOptions, max_queue: int, metrics: Metrics, ending: Ending) -> None:
+    def __init__(
+        self, options: ModelOptions, max_queue: int, metrics: Metrics, drain_deadline: DrainDeadline
+    ) -> None:
         self.options = options
         self.name = options.name
         self.created = int(time.time())
-        self.ending = ending
+        self.drain_deadline = drain_deadline
         self.model = Model(
             options.path,
             n_gpu_layers=options.n_gpu_layers,
@@ -164,7 +166,7 @@ class ModelWorker:
             queue.put_nowait((0, shutting_down("the server stopped before the text was finished")))
 
         try:
-            with self.ending.telling(end):
+            with self.drain_deadline.calling(end):
                 while left:
                     number, what = await queue.get()
                     if isinstance(what, BaseException):

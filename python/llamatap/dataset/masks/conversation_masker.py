@@ -14,7 +14,7 @@ from llamatap.chat import template as chat_templates
 from llamatap.chat.unparsed_tokens import warning_text
 from llamatap.dataset.masks.assistant_turns import Render, assistant_turns
 from llamatap.dataset.masks.empty_thoughts import ThoughtFrame, find_frames, without_empty_thought
-from llamatap.dataset.masks.loss_mask import TurnMasker
+from llamatap.dataset.masks.turn_masker import TurnMasker
 from llamatap.dataset.messages import join_parts
 from llamatap.errors import InvalidInputError, UnsupportedError
 from llamatap.model import Model

@@ -14,9 +14,9 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from llamatap.serve.app_state import Server
-from llamatap.serve.http.connection import HttpConfig
+from llamatap.serve.app_state import AppState
 from llamatap.serve.http.connection_options import ConnectionOptions
+from llamatap.serve.http.http_protocol import HttpConfig
 from llamatap.serve.logs import logger
 
 __all__ = ["HttpServer"]
@@ -45,7 +45,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self.drain = drain
         self.connections = config.connections
-        self.app: Server = app.state.server
+        self.app_state: AppState = app.state.server
         self._hurry = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -92,7 +92,7 @@ class HttpServer(uvicorn.Server):
             await asyncio.wait_for(self._hurry.wait(), self.drain)
         if self.server_state.tasks:
             logger.warning("%d requests were not finished: they end with 503", len(self.server_state.tasks))
-        self.app.ending.begin()
+        self.app_state.drain_deadline.expire()
         await asyncio.sleep(_GRACE_SECONDS)
         # A client that reads nothing cannot be told.
         self.connections.abort()
