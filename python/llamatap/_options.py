@@ -53,7 +53,7 @@ class Option:
     default: Any
     #: Meaning of the option, as the docstring and the command line show it.
     help: str
-    #: Range of an int or a float. A float must be finite; an int is in -2**31..2**31-1 where no bound is given.
+    #: Range of an int (-2**31..2**31-1 where no bound is given) or of a float, which is always finite.
     low: float | None = None
     high: float | None = None
     #: In place of ``low``: an exclusive bound of a float.
@@ -98,7 +98,12 @@ class Option:
             return choice(self.name, value, self.choices, self.optional)
         if self.kind is int:
             low, high = self.low, self.high
-            return integer(self.name, value, -(2**31) if low is None else int(low), 2**31 - 1 if high is None else int(high))
+            return integer(
+                self.name,
+                value,
+                -(2**31) if low is None else int(low),
+                2**31 - 1 if high is None else int(high),
+            )
         if self.kind is bool:
             return flag(self.name, value)
         if self.kind is float:
@@ -132,7 +137,7 @@ def checked_options(declaration: type[_T], given: Mapping[str, Any], caller: str
     """All options of a TypedDict: the given ones, checked, and the defaults of the others.
 
     :param caller: the function that was called, as errors name it: "Context()".
-    :raises TypeError: a name is none of an option.
+    :raises TypeError: a name is not an option.
     :raises InvalidInputError: a value is of another type, or out of range.
     """
     defaults = {name: option.default for name, option in read_options(declaration).items()}
@@ -143,7 +148,7 @@ def given_options(declaration: type[Any], given: Mapping[str, Any], caller: str)
     """The given options of a TypedDict, checked.
 
     :param caller: the function that was called, as errors name it.
-    :raises TypeError: a name is none of an option.
+    :raises TypeError: a name is not an option.
     :raises InvalidInputError: a value is of another type, or out of range.
     """
     options = read_options(declaration)

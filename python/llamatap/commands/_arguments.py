@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from llamatap._options import read_options
 from llamatap._validate import shown
-from llamatap.context import ContextOptions
+from llamatap.context_options import ContextOptions
 from llamatap.errors import InvalidInputError
 from llamatap.layers import LayerId
 

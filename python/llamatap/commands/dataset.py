@@ -18,7 +18,7 @@ from llamatap.commands._arguments import (
     load_model,
     read_text,
 )
-from llamatap.context import ContextOptions
+from llamatap.context_options import ContextOptions
 from llamatap.errors import InvalidInputError
 from llamatap.layers import CONVENTIONS
 

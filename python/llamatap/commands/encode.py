@@ -16,7 +16,7 @@ from llamatap.commands._arguments import (
     load_model,
     warn_of_cut,
 )
-from llamatap.context import ContextOptions
+from llamatap.context_options import ContextOptions
 
 if TYPE_CHECKING:
     from llamatap import States

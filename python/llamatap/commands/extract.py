@@ -18,7 +18,7 @@ from llamatap.commands._arguments import (
     read_prompt,
     warn_of_cut,
 )
-from llamatap.context import ContextOptions
+from llamatap.context_options import ContextOptions
 from llamatap.errors import InvalidInputError
 from llamatap.extraction.inputs import parse_window
 from llamatap.layers import CONVENTIONS

@@ -20,7 +20,7 @@ from llamatap.commands._arguments import (
     load_model,
     read_prompt,
 )
-from llamatap.context import ContextOptions
+from llamatap.context_options import ContextOptions
 from llamatap.drafting.model_drafters import DraftOptions, named_drafter
 from llamatap.errors import InvalidInputError
 from llamatap.generation.options import GenerateOptions

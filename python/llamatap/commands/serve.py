@@ -21,7 +21,7 @@ from llamatap.commands._arguments import (
     layer_ids,
     number_above,
 )
-from llamatap.context import ContextOptions
+from llamatap.context_options import ContextOptions
 from llamatap.errors import InvalidInputError
 from llamatap.serve.http.connection_options import ConnectionOptions
 from llamatap.serve.options import ModelOptions, ServerOptions, VerifierOptions

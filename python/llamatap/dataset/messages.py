@@ -33,9 +33,7 @@ def read_messages(value: Any) -> list[Mapping[str, Any]]:
         # Roles other than the assistant may put their text into fields of their own.
         names = NON_CONTENT_FIELDS if message["role"] == "assistant" else set(message) - {"role"}
         if message.get("content") is None and not any(message.get(name) for name in names):
-            raise InvalidInputError(
-                f"message {index} says nothing: expected a content, found {shown(message):.80}"
-            )
+            raise InvalidInputError(f"message {index} is empty: expected content, found {shown(message):.80}")
         messages.append(message)
     return messages
 

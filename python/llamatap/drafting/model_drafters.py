@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from llamatap._native import _core, flush_log, native_of
 from llamatap._options import Option, checked_options, takes_options
-from llamatap._validate import instance, number
+from llamatap._validate import instance
 from llamatap.context import Batch, Context
 from llamatap.drafting.chain import members
 from llamatap.drafting.draft_length import MaxTokens, checked_n_max, checked_n_min, numeric_n_max
@@ -37,9 +37,6 @@ __all__ = [
     "load_drafter",
     "named_drafter",
 ]
-
-
-
 
 
 class DraftOptions(TypedDict, total=False):

@@ -14,10 +14,11 @@ from numpy.typing import ArrayLike, NDArray
 from llamatap import _system_limits
 from llamatap._closeable import Closeable
 from llamatap._native import NativeOwner, _core, flush_log, native_of
-from llamatap._options import Option, checked_options, takes_options
+from llamatap._options import checked_options, takes_options
 from llamatap._threads import thread_count
 from llamatap._validate import flag, instance, integer, shown
-from llamatap.context import Context, engine_switch
+from llamatap.context import Context
+from llamatap.context_options import ContextOption, engine_switch, fingerprint_of
 from llamatap.errors import ClosedError, InvalidInputError, UnsupportedError
 from llamatap.kv_memory import Memory
 from llamatap.layers import LayerId
@@ -74,25 +75,31 @@ class DraftContextOptions(TypedDict, total=False):
     """The keyword arguments of :class:`SpeculativeContext`."""
 
     n_seq_max: Annotated[
-        int | None, Option(None, "sequence ids are 0..n_seq_max-1; None for the target's", low=1)
+        int | None,
+        ContextOption(None, "sequence ids are 0..n_seq_max-1; None for the target's", low=1, recorded="no"),
     ]
-    n_ctx: Annotated[int, Option(0, "tokens that fit; 0 for the target's", low=0)]
-    n_ubatch: Annotated[int, Option(128, "the most tokens computed at once", low=1)]
-    n_threads: Annotated[int | None, Option(None, "None for the target's", low=1)]
-    type_k: Annotated[str, Option("f16", "type of the K cache, as of :class:`Context`")]
-    type_v: Annotated[str, Option("f16", "type of the V cache")]
-    flash_attn: Annotated[bool | None, Option(None, "None leaves it to the engine")]
+    n_ctx: Annotated[int, ContextOption(0, "tokens that fit; 0 for the target's", low=0, recorded="no")]
+    n_ubatch: Annotated[int, ContextOption(128, "the most tokens computed at once", low=1, recorded="no")]
+    n_threads: Annotated[int | None, ContextOption(None, "None for the target's", low=1, recorded="no")]
+    type_k: Annotated[
+        str, ContextOption("f16", "type of the K cache, as of :class:`Context`", recorded="saved")
+    ]
+    type_v: Annotated[str, ContextOption("f16", "type of the V cache", recorded="saved")]
+    flash_attn: Annotated[bool | None, ContextOption(None, "None leaves it to the engine", recorded="no")]
     kv_unified: Annotated[
         bool | None,
-        Option(
+        ContextOption(
             None,
             "as of :class:`Context`, of the draft's context. None for what the target has; but True with a "
             "DFlash file, whose blocks of all sequences are then one decode; and False with a draft of "
             "sliding windows, each sequence of which then has room for as many tokens as the target",
+            recorded="no",
         ),
     ]
-    n_gpu_layers: Annotated[int, Option(0, "of a draft that is loaded from a file")]
-    as_model: Annotated[bool, Option(False, "take the draft as a language model, MTP blocks or not")]
+    n_gpu_layers: Annotated[int, ContextOption(0, "of a draft that is loaded from a file", recorded="no")]
+    as_model: Annotated[
+        bool, ContextOption(False, "take the draft as a language model, MTP blocks or not", recorded="no")
+    ]
 
 
 def _memory_layout(
@@ -176,7 +183,8 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
             )
         finally:
             flush_log()
-        self._facts = {"arch": draft.arch, "type_k": chosen["type_k"], "type_v": chosen["type_v"]}
+        self._arch = draft.arch
+        self._used: dict[str, Any] = {**chosen}
         self.kind: Literal["model", "eagle3", "mtp", "dflash"] = self._native.kind  # type: ignore[assignment]
         n_layer = context.model.n_layer
         self.target_layers: tuple[LayerId, ...] = tuple(
@@ -325,7 +333,8 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
         return {
             "kind": self.kind,
             "weights": files_of(self.model).sampled_sha256,
-            **self._facts,
+            "arch": self._arch,
+            **fingerprint_of(DraftContextOptions, self._used),
             "n_state": self.n_state,
             "engine": _core.build_info()["engine_commit"],
         }

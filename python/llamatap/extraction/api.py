@@ -125,7 +125,7 @@ def extract(
     room = native_of(model_or_context).n_ctx_seq
     if request.longest_prompt > room:
         raise ContextFullError(
-            f"a prompt of {request.longest_prompt} tokens does not fit into a context of {room} a sequence (n_ctx); "
-            "cut it with max_length, or make a larger context"
+            f"a prompt of {request.longest_prompt} tokens does not fit into a context of {room} per sequence "
+            "(n_ctx); cut it with max_length, or make a larger context"
         )
     return request.result(compute(request, model_or_context, range(len(request.jobs))))

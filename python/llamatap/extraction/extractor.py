@@ -14,7 +14,8 @@ from llamatap._closeable import Closeable
 from llamatap._native import native_of
 from llamatap._options import given_options
 from llamatap._validate import instance
-from llamatap.context import Context, ContextOptions
+from llamatap.context import Context
+from llamatap.context_options import ContextOptions
 from llamatap.errors import BusyError, ContextFullError, UnsupportedError
 from llamatap.extraction.compute import compute, needs_all_outputs
 from llamatap.extraction.inputs import Input, Window
@@ -179,8 +180,8 @@ class Extractor(Closeable):
             limit = self._options.get("n_ctx") or self.model.n_ctx_train
             if request.longest_prompt > limit > 0:
                 raise ContextFullError(
-                    f"a prompt of {request.longest_prompt} tokens is longer than the {limit} that the model was "
-                    "trained for or n_ctx allows; cut it with max_length, or give n_ctx"
+                    f"a prompt of {request.longest_prompt} tokens is longer than the {limit} that the model "
+                    "was trained for or n_ctx allows; cut it with max_length, or give n_ctx"
                 )
             done: dict[int, States] = {}
             # A prompt's states must not depend on the lengths of the others.

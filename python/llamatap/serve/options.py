@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from llamatap._validate import integer
-from llamatap.context import ContextOptions
+from llamatap.context_options import ContextOptions
 from llamatap.errors import InvalidInputError
 from llamatap.layers import LayerId
 

@@ -423,8 +423,8 @@ def test_headers_that_no_prompt_ends_with(smollm2: lt.Model) -> None:
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        ({}, "message 1 says nothing"),
-        ({"content": None}, "message 1 says nothing"),
+        ({}, "message 1 is empty"),
+        ({"content": None}, "message 1 is empty"),
         ({"value": "Yo"}, "message 1"),
         ({"content": [{"type": "image"}]}, "takes text only, and message 1 has"),
     ],

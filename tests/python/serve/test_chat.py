@@ -216,7 +216,7 @@ def test_the_history_of_a_call_as_clients_send_it(
         for history in (messages, [messages[0], {**messages[1], "content": ""}, messages[2]]):
             answer = create(client, history, max_tokens=1, extra_body={"return_token_ids": True})
             assert prompt_of(answer, tiny_model) == "<s>[user]Sun?[assistant]sky(Oslo)[tool]Rain."
-        with pytest.raises(openai.BadRequestError, match="message 1 says nothing"):
+        with pytest.raises(openai.BadRequestError, match="message 1 is empty"):
             create(client, [messages[0], {"role": "assistant", "content": None}])
 
 

@@ -105,15 +105,17 @@ class Sampling(Body):
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = Field(None, description="also return the token ids of the prompt and the text")
+    return_token_ids: bool | None = Field(
+        None, description="also return the token ids of the prompt and the text"
+    )
     return_hidden_states: bool | Literal["last"] | None = Field(
         None,
         description='true: the states of the prompt, then of each token; "last": only of the last token',
     )
     layer: int | None = Field(
         None,
-        description="layer of return_hidden_states, as transformers counts it for the architecture; default -1: the "
-        "last, normed",
+        description="layer of return_hidden_states, as transformers counts it for the architecture; default "
+        "-1: the last, normed",
     )
     # Accepted without effect.
     user: str | None = None

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from llamatap.context import ContextOptions
+from llamatap.context_options import ContextOptions
 from llamatap.errors import CancelledError, EngineError
 from llamatap.extraction.extractor import Extractor
 from llamatap.model import Model

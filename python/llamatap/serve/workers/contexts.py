@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from llamatap._native import native_of
-from llamatap.context import Context, ContextOptions
+from llamatap.context import Context
+from llamatap.context_options import ContextOptions
 from llamatap.drafting.model_drafters import DraftOptions, named_drafter
 from llamatap.generation.session import Session
 from llamatap.model import Model
