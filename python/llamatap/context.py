@@ -141,7 +141,7 @@ class Context(EngineOwner, Closeable):
         memory cannot remove a part of it (recurrent models, sliding windows without ``swa_full``):
         ``memory.last(seq)`` says which.
         """
-        self._engine.writable  # noqa: B018  raises while a generation is going on
+        self._engine.writable  # noqa: B018  raises while a generation is using it
         instance("batch", batch, Batch)
         self._engine.decode(batch)
 

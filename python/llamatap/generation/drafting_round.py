@@ -1,4 +1,4 @@
-"""The drafts of a round: which requests get one, how long it may be, and whether it can be used."""
+"""The drafts of a round: which requests get one, its length limit, and whether it is valid."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RoundDrafts:
         """Give each request its draft.
 
         :param in_prefill: whether a request of the round is in prefill.
-        :returns: how many tokens a request got, on average.
+        :returns: the average number of drafted tokens per request.
         :raises InvalidInputError: the drafter returns no valid draft.
         """
         for request in in_flight:
@@ -60,7 +60,7 @@ class RoundDrafts:
         return round(n_drafted / len(drafting))
 
     def _requests(self, in_flight: Sequence[Request], in_prefill: bool) -> dict[int, DraftRequest]:
-        """Draft requests for the texts that may go on after the next token."""
+        """Draft requests for the texts that may continue after the next token."""
         usable = {
             request.seq: min(
                 request.options.max_tokens - len(request.tokens), request.capacity - request.position
@@ -110,8 +110,9 @@ def _distributions(draft: Draft, n_vocab: int) -> NDArray[np.float32]:
     """
     if draft.distributions is None:
         raise InvalidInputError(
-            "rejection=True needs drafts with the distributions that they were drawn from; drafters with a "
-            "file have them with a temperature above 0"
+            "rejection=True needs drafts with their sampling distributions; drafters with a file give them "
+            "at "
+            "a temperature above 0"
         )
     found, n = draft.distributions, len(draft.tokens)
     if found.shape != (n, n_vocab):
@@ -120,7 +121,7 @@ def _distributions(draft: Draft, n_vocab: int) -> NDArray[np.float32]:
             f"found the shape {found.shape}"
         )
     sums = found.sum(axis=1)
-    # NaN fails either comparison, and infinity the second.
+    # NaN fails both comparisons, infinity the second.
     if not (found.min() >= 0 and np.abs(sums - 1).max() <= 1e-3):
         raise InvalidInputError(
             "distributions must hold probabilities that add up to 1, none negative; found sums of "

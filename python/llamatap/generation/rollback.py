@@ -1,4 +1,4 @@
-"""Rolling back rejected draft tokens, by what the target's memory can remove."""
+"""Rolling back rejected draft tokens, by the kind of the target's memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Rollback", "rollback_for"]
 class Rollback:
     """Rollback in a memory that can remove any suffix of a sequence at any time.
 
-    :ivar most_rows: the most rows that the engine computes in one ubatch.
+    :ivar most_rows: maximum number of rows that the engine computes in one ubatch.
     """
 
     def __init__(self, context: Context) -> None:
@@ -40,9 +40,9 @@ class Rollback:
 
 
 class SlidingWindowRollback(Rollback):
-    """Rollback with sliding windows in a unified KV cache. A ubatch may overwrite tokens of any sequence that
-    no window reaches any more, so drafts must be verified before the next ubatch: a pass with drafts is one
-    ubatch."""
+    """Rollback with sliding windows in a unified KV cache. A ubatch may overwrite any sequence's tokens that
+    are out of reach of the window, so drafts must be verified before the next ubatch: a pass with drafts is
+    one ubatch."""
 
     def cap_draft(self, n: int) -> int:
         return min(n, self.most_rows - 1)
@@ -80,7 +80,7 @@ class RecurrentRollback(Rollback):
 
 
 class SnapshotRollback(Rollback):
-    """Rollback in memories that can remove nothing: save a sequence before its draft; then restore it and
+    """Rollback in memories that cannot remove a suffix: save a sequence before its draft; then restore it and
     decode the accepted tokens again."""
 
     def __init__(self, context: Context) -> None:

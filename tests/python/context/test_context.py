@@ -181,7 +181,7 @@ def test_a_truncated_changed_or_foreign_state_raises(tiny_model: lt.Model, smoll
                 context.restore(0, bad)
         with (
             smollm2.context(n_ctx=256) as other,
-            pytest.raises(lt.InvalidInputError, match="another"),
+            pytest.raises(lt.InvalidInputError, match="does not match this context"),
         ):
             other.restore(0, state)
         with tiny_model.context(n_ctx=256) as half, pytest.raises(lt.InvalidInputError, match="type_k"):
