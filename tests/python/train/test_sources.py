@@ -283,13 +283,22 @@ def test_what_a_callback_raises_comes_out(tiny_model: lt.Model, prompts: list[li
             assert {index: len(one.tokens) for index, one in finals(session).items()} == {2: 9}
 
 
-@pytest.mark.parametrize( ("options", "message"), [ ({"on_states": print}, "on_states= takes states; also give
-states='last', states='full' or prompt_states"), ({"on_states": 1, "states": "full"}, "on_states must be a
-function of a Generation, not 1"), ], ) def test_on_states_is_checked(options: dict[str, Any], message: str,
-tiny_model: lt.Model) -> None: with pytest.raises(lt.InvalidInputError, match=message):
-lt.generate(tiny_model, [1, 2], **options) with ( tiny_model.context(n_ctx=64, **EXACT) as context,
-lt.Session(context) as session, pytest.raises(lt.InvalidInputError, match=message), ): session.add([1, 2],
-**options)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_states": print}, "on_states= takes states; also give states='last', states='full' or prompt"),
+        ({"on_states": 1, "states": "full"}, "on_states must be a function of a Generation, not 1"),
+    ],
+)
+def test_on_states_is_checked(options: dict[str, Any], message: str, tiny_model: lt.Model) -> None:
+    with pytest.raises(lt.InvalidInputError, match=message):
+        lt.generate(tiny_model, [1, 2], **options)
+    with (
+        tiny_model.context(n_ctx=64, **EXACT) as context,
+        lt.Session(context) as session,
+        pytest.raises(lt.InvalidInputError, match=message),
+    ):
+        session.add([1, 2], **options)
 
 
 def document(number: int) -> str:
