@@ -1,4 +1,4 @@
-"""How long a draft is: the option ``n_max``, its limits, and what ``n_max="auto"`` measures.
+"""Draft length: the option ``n_max``, its limits, and the measurements of ``n_max="auto"``.
 
 A draft has as many tokens as the least of these allows:
 
@@ -30,13 +30,13 @@ __all__ = [
 
 #: The longest draft that ``n_max="auto"`` considers.
 AUTO_LONGEST = 8
-#: The option ``n_max``: the most tokens of a draft; "auto" measures which length gives the most tokens per
-#: second.
+#: The option ``n_max``: maximum number of tokens in a draft; "auto" measures which length gives the most
+#: tokens per second.
 MaxTokens: TypeAlias = int | Literal["auto"]
 
 # Decay of past rounds per new round: about 50 rounds count.
 _KEPT = 0.98
-# A prior that weighs as much as two tries: every other token is accepted.
+# A prior with the weight of two tries: every other token is accepted.
 _PRIOR_HITS, _PRIOR_TRIES = 1.0, 2.0
 # How often another length is tried, in rounds, so that costs and acceptance do not go stale.
 _EXPLORE_EVERY = 16
@@ -60,8 +60,8 @@ class DraftLength:
     that is full without drafts makes each drafted token dearer. Acceptance is counted over all rounds. The
     first rounds measure the longest draft, none, one of a single token and one of half the length, twice
     each; with another number of sequences, once each. Later every 16th round tries another length: in turn
-    the ones beside the best, the longest, and half of it. A length that was last measured 48 rounds ago or
-    earlier is measured anew.
+    those next to the best, the longest, and half of it. Costs that were last measured 48 rounds ago or
+    earlier are discarded when the length is measured again.
     """
 
     def __init__(self, longest: int) -> None:
@@ -81,8 +81,8 @@ class DraftLength:
             self._hits[i] += i < accepted
 
     def measure(self, drafted: int, seconds: float, n_sequences: int = 1) -> None:
-        """Note that a round of ``n_sequences`` with ``drafted`` tokens each took ``seconds``, drafting
-        included."""
+        """Record that a round of ``n_sequences`` with ``drafted`` tokens each took ``seconds``, including
+        drafting."""
         length = min(drafted, self.longest)
         known = self._seconds.setdefault(n_sequences, {}).setdefault(length, deque(maxlen=_MEASURED))
         if self._rounds - self._measured_at.get((n_sequences, length), self._rounds) >= _STALE:
@@ -132,7 +132,7 @@ class DraftLength:
     def choose(self, n_sequences: int = 1) -> int:
         """Choose the length for the next round, of ``n_sequences``."""
         self._rounds += 1
-        # Rounds without a draft age what is known of acceptance, too.
+        # Rounds without a draft age the acceptance counts, too.
         for i in range(self.longest):
             self._hits[i] *= _KEPT
             self._tries[i] *= _KEPT

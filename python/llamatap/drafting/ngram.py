@@ -1,4 +1,4 @@
-"""Drafting by n-grams: the text itself is the model."""
+"""Drafting by n-grams of the text itself."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ __all__ = ["NGramDrafter"]
 
 class NGramDrafter(NativeDrafter):
     """Drafts the tokens that followed the last occurrence of the newest n-gram in the sequence. It needs no
-    model, and is good for texts that repeat themselves or their prompt (code that is edited, summaries,
-    translations).
+    model, and suits texts that repeat themselves or their prompt (edited code, summaries, translations).
 
-    :param n_longest: the longest n-gram that is searched for; the longest one found decides.
-    :param n_shortest: the shortest.
-    :param n_max: the most tokens of a draft, or "auto".
+    :param n_longest: length of the longest n-gram to search for; the longest match is used.
+    :param n_shortest: length of the shortest n-gram to search for.
+    :param n_max: maximum number of tokens in a draft, or "auto".
     :param n_min: shorter drafts are dropped.
     :raises InvalidInputError: a number is out of range.
     """

@@ -249,7 +249,7 @@ def test_generate_stops_where_it_is_told_and_reads_files(
         (["--n-max", "many", "--drafter", "ngram"], "--n-max: expected a number or auto, found 'many'"),
         (["--n-max", "3"], "there is no --drafter"),
         (["--drafter", "nowhere.gguf"], "nowhere.gguf"),
-        (["--drafter", "mtp"], "is of the kind model"),
+        (["--drafter", "mtp"], "is of kind model"),
         (["--max-tokens", "0"], "--max-tokens must be in 1"),
         (["-n", "-50"], "--max-tokens must be in 1"),
         (["--p-min", "7"], "--p-min needs a drafter with probabilities"),
