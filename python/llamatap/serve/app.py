@@ -1,4 +1,4 @@
-"""The app: routes, middleware, and the life of the models."""
+"""The app: routes, middleware, and loading and closing of the models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["create_app"]
 
 
 def create_app(models: Sequence[ModelOptions], options: ServerOptions | None = None) -> FastAPI:
-    """An ASGI app that serves models. They are loaded here; their threads run while the app does.
+    """Make an ASGI app that serves models. They are loaded here; their threads run while the app does.
 
     :raises InvalidInputError: there is no model, or two have one name.
     :raises Error: a model, drafter or preset cannot be loaded.
@@ -39,9 +39,9 @@ def create_app(models: Sequence[ModelOptions], options: ServerOptions | None = N
         raise InvalidInputError("there is no model to serve")
     names = [model.name for model in models]
     if len(set(names)) < len(names):
-        raise InvalidInputError(f"each model needs a name of its own; found {', '.join(names)}")
+        raise InvalidInputError(f"each model needs its own name; found {', '.join(names)}")
     options = options or ServerOptions()
-    # A request of more prompts than may wait could never be admitted.
+    # A request with more prompts than may wait could never be admitted.
     options = replace(options, max_inputs=min(options.max_inputs, options.max_queue))
     app_state = _load(models, options)
 
@@ -71,7 +71,7 @@ def _load(models: Sequence[ModelOptions], options: ServerOptions) -> AppState:
             undo.callback(worker.close)
             if verifier is not None:
                 verifier.layers(worker.model)
-            # The hash is cached; otherwise the first answer would wait for it.
+            # Compute the hash now: otherwise the first response would wait for it.
             files_of(worker.model).sha256()
         app_state = AppState(workers, options, metrics, verifier, drain_deadline)
         undo.pop_all()
@@ -80,7 +80,7 @@ def _load(models: Sequence[ModelOptions], options: ServerOptions) -> AppState:
 
 @contextlib.asynccontextmanager
 async def _running(app_state: AppState) -> AsyncIterator[None]:
-    """Run the threads of a server; at the end they finish the accepted work."""
+    """Run the threads of the models; at the end they finish the accepted work."""
     for worker in app_state.workers.values():
         worker.start()
     if app_state.verifier is not None:
@@ -122,7 +122,7 @@ def _add_routes(app: FastAPI, app_state: AppState) -> None:
 
 
 def _add_middleware(app: FastAPI, app_state: AppState) -> None:
-    """Add the checks of requests. The middleware added last sees a request first."""
+    """Add the request checks. The middleware that is added last sees a request first."""
     options = app_state.options
     app.add_middleware(ResponseEnd)
     app.add_middleware(BodyLimit, limit=options.max_body_bytes)

@@ -23,7 +23,7 @@ from llamatap.serve.workers.model_worker import ModelWorker
 
 __all__ = ["AppState", "app_state_of"]
 
-# The most characters per token, on average. Longer texts cannot fit and are not tokenised.
+# Maximum characters per token, on average. Longer texts cannot fit and are not tokenised.
 _MOST_CHARACTERS = 16
 _FEWEST_CHARACTERS = 2**16
 
@@ -49,11 +49,11 @@ class AppState:
             preset = load_preset(path)
             if preset.name in self.presets:
                 raise InvalidInputError(
-                    f"{path}: there is a preset {preset.name!r} already; name it otherwise"
+                    f"{path}: there is already a preset {preset.name!r}; give it another name"
                 )
             self.presets[preset.name] = preset
         self.threads = Threads(options.max_queue)
-        # Separate threads: encoding, which frees memory, must not wait for requests that wait for memory.
+        # Separate threads: encoding frees memory, so it must not wait for requests that wait for memory.
         self.encoders = Threads(2**31)
         self.budget = Budget(options.max_pending_bytes, options.max_queue)
 
@@ -102,7 +102,7 @@ class AppState:
         if len(prompt) > most:
             raise InvalidInputError(
                 f"the text has {len(prompt)} characters; this server takes prompts of "
-                f"{self.options.max_length} tokens, and tokenises {most} characters at most"
+                f"{self.options.max_length} tokens, and tokenises at most {most} characters"
             )
 
     def preset(self, name: str) -> Preset:

@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class ClientGoneError(Exception):
-    """The client disconnected, so there is nobody to answer."""
+    """The client disconnected, so no response can be sent."""
 
 
 async def _disconnected(request: Request) -> None:
@@ -27,7 +27,7 @@ async def _disconnected(request: Request) -> None:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """The result of some work for a request, which is cancelled if the client disconnects.
+    """Run some work for a request; cancel it if the client disconnects.
 
     :raises ClientGoneError: the client disconnected.
     :raises ApiError: 503, the server stopped before the work was done.

@@ -22,7 +22,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 _ModelName = Annotated[
-    str | None, Field(description="a name of GET /v1/models; may be left out where one model is served")
+    str | None, Field(description="a name of GET /v1/models; optional if one model is served")
 ]
 
 
@@ -30,9 +30,9 @@ class TokenizeRequest(Body):
     """A text to tokenise."""
 
     model: _ModelName = None
-    prompt: str = Field(description="special tokens in it are recognised")
-    add_special_tokens: bool = Field(True, description="BOS and EOS, where the model was trained with them")
-    return_token_strs: bool | None = Field(None, description="the texts of the tokens, too")
+    prompt: str = Field(description="special tokens in it are parsed")
+    add_special_tokens: bool = Field(True, description="add BOS and EOS if the model was trained with them")
+    return_token_strs: bool | None = Field(None, description="also return the texts of the tokens")
 
 
 class TokenizeResponse(BaseModel):

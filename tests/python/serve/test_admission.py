@@ -160,10 +160,10 @@ JSON = {"Content-Type": "application/json"}
     [
         (b'{"model": "tiny"}', None, "unsupported_media_type", "found nothing"),
         (b'{"model": "tiny"}', "application/x-www-form-urlencoded", "unsupported_media_type", "urlencoded"),
-        (b"{'model': 1}", "application/json", "invalid_body", "no JSON: Expecting property name"),
-        (b'{"model": "\xff"}', "application/json; charset=utf-8", "invalid_body", "no JSON in UTF-8"),
+        (b"{'model': 1}", "application/json", "invalid_body", "not JSON: Expecting property name"),
+        (b'{"model": "\xff"}', "application/json; charset=utf-8", "invalid_body", "not JSON in UTF-8"),
         (b"[" * 100_000, "application/json", "invalid_body", "nested too deeply"),
-        (b"[1]", "application/json", "invalid_body", "a request is a JSON object"),
+        (b"[1]", "application/json", "invalid_body", "a request must be a JSON object"),
     ],
 )
 def test_what_is_no_json_is_said_so(

@@ -307,7 +307,7 @@ def test_several_models(tiny_path: Path, tmp_path: Path) -> None:
     [
         ({}, "input is missing"),
         ({"input": ""}, "empty"),
-        ({"input": []}, "nothing in the list"),
+        ({"input": []}, "list of prompts is empty"),
         ({"input": [[]]}, "empty"),
         ({"input": ["ok", ""]}, "input 1"),
         ({"input": [300]}, "0..258"),

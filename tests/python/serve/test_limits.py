@@ -193,7 +193,7 @@ def test_metrics(tiny_path: Path) -> None:
 def test_models_that_cannot_be_served(tiny_path: Path, tmp_path: Path) -> None:
     with pytest.raises(lt.InvalidInputError, match="no model"):
         create_app([])
-    with pytest.raises(lt.InvalidInputError, match="name of its own"):
+    with pytest.raises(lt.InvalidInputError, match="its own name"):
         create_app([tiny_options(tiny_path), tiny_options(tiny_path)])
     with pytest.raises(lt.ModelNotFoundError):
         create_app([ModelOptions(name="a", path=tmp_path / "none.gguf")])

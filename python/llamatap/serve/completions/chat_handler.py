@@ -1,4 +1,4 @@
-"""Handler of ``/v1/chat/completions``: applies the chat template, and shapes the answer."""
+"""Handler of ``/v1/chat/completions``: applies the chat template, and builds the response."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from llamatap.serve.workers.model_worker import ModelWorker
 
 __all__ = ["ChatHandler"]
 
-# Template variables that other fields of a request set, and names that Python itself takes.
+# Template variables that other fields of a request set, and names reserved by Python.
 _RESERVED = frozenset(("messages", "add_generation_prompt", "template", "self"))
 
-# The mark that transformers uses; some templates look for it.
+# The mark of transformers; some templates look for it.
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -64,7 +64,7 @@ class ChatHandler(TextHandler):
             messages[-1]["content"] = f"{messages[-1].get('content', '')}{_MARK}"
         if self.model.chat_template is None:
             raise UnsupportedError(
-                f"{self.worker.name} has no chat template; give a text as it is to /v1/completions"
+                f"{self.worker.name} has no chat template; send plain text to /v1/completions"
             )
         self._check_roles(self.model.chat_template)
         text = self.model.apply_chat_template(messages, body.add_generation_prompt, **variables)
@@ -91,7 +91,7 @@ class ChatHandler(TextHandler):
         }
 
     def extra_fields(self) -> dict[str, Any]:
-        # vLLM puts the ids of the prompt here for a chat, and into each choice for a completion.
+        # vLLM puts the ids of the prompt here for a chat, but into each choice for a completion.
         return {"prompt_token_ids": list(self.prompts[0])} if self.body.return_token_ids else {}
 
     def first_chunks(self) -> list[dict[str, Any]]:
@@ -127,7 +127,7 @@ def _up_to_mark(text: str) -> str:
     end = text.rfind(_MARK.rstrip())
     if end < 0:
         raise ApiError.invalid(
-            "continue_final_message: the chat template does not show the last message as it is"
+            "continue_final_message: the chat template does not write the last message unchanged"
         )
-    # A template that strips the end of a message (the blank of the mark) would strip the text before it, too.
+    # A template that strips the end of a message (the mark's blank) would also strip the text before it.
     return text[:end] if text[end:].startswith(_MARK) else text[:end].rstrip()

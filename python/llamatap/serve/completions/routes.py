@@ -89,7 +89,7 @@ async def _answer(request: Request, app_state: AppState, handler: TextHandler) -
             events = handler.events()
             return await anext(events), events
 
-        # Errors of the request are raised before the first event, so they become a status.
+        # Errors of the request are raised before the first event, so they become an HTTP status.
         first, events = await unless_gone(request, begin())
         return EventStream(handler, first, events)
 

@@ -1,4 +1,4 @@
-"""Requests for completions: OpenAI's API as far as it is served, and extensions of it.
+"""Requests for completions: the supported part of OpenAI's API, and extensions of it.
 
 https://platform.openai.com/docs/api-reference; ``return_token_ids``, ``prompt_logprobs``,
 ``add_generation_prompt`` and ``continue_final_message`` are vLLM's, ``return_hidden_states`` is SGLang's.
@@ -20,8 +20,8 @@ __all__ = ["ROLES", "ChatRequest", "CompletionRequest", "ModelCard", "ModelList"
 
 
 class Unserved:
-    """Annotation of a field of OpenAI's, or of a server like it, that is not served. Clients send many such
-    fields with values that ask for nothing, and these are accepted.
+    """Annotation of a field of OpenAI's API, or of servers like it, that is not supported. Clients send many
+    such fields with values that have no effect; these are accepted.
 
     :param values: such values, besides null.
     """
@@ -52,7 +52,7 @@ class StreamOptions(BaseModel):
 _Temperature: TypeAlias = Annotated[
     float, Field(ge=0, le=100), AfterValidator(lambda value: value if value >= 1e-5 else 0.0)
 ]
-#: -1 means all tokens in vLLM; here 0 does.
+#: vLLM writes -1 for all tokens; here it is 0.
 _TopK: TypeAlias = Annotated[int, Field(ge=-1, le=2**31 - 1), AfterValidator(lambda value: max(value, 0))]
 
 
@@ -71,8 +71,8 @@ def _option(name: str, **own: Any) -> Any:
 class Sampling(Body):
     """Fields that completions of both kinds share.
 
-    A field that is an option of :func:`llamatap.generate` has the option's name, and an alias where OpenAI or
-    vLLM call it otherwise.
+    A field that is an option of :func:`llamatap.generate` has the option's name, and an alias if OpenAI or
+    vLLM use another name.
     """
 
     model: str = Field(description="a name of GET /v1/models")
@@ -138,7 +138,7 @@ class Sampling(Body):
     use_beam_search: Annotated[Any, Unserved(False)] = None
 
     def generate_options(self) -> GenerateOptions:
-        """The options of :func:`llamatap.generate` that the request gives."""
+        """The options of :func:`llamatap.generate` in the request."""
         given = {name: getattr(self, name, None) for name in read_options(GenerateOptions)}
         options = cast("GenerateOptions", {name: value for name, value in given.items() if value is not None})
         options.setdefault("temperature", 1.0)

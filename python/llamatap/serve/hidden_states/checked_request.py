@@ -24,10 +24,10 @@ from llamatap.states import DTYPES
 
 __all__ = ["DEFAULT_LAYER", "CheckedRequest", "check_request"]
 
-#: As transformers counts: what enters the last block.
+#: In transformers' numbering: the state that enters the last block.
 DEFAULT_LAYER = -2
 
-# Of a request that gives none, and has no preset.
+# Used if a request has neither max_length nor a preset.
 _DEFAULT_MAX_LENGTH = 512
 
 _Prompt: TypeAlias = "str | NDArray[np.int32]"
@@ -50,7 +50,7 @@ class CheckedRequest:
 
     @property
     def n_bytes(self) -> int:
-        """The most memory that the answer takes until it is sent."""
+        """Maximum memory of the response until it is sent."""
         return bytes_of(self._n_numbers, self._itemsize, self.body.encoding_format)
 
     @property
@@ -103,8 +103,8 @@ def check_request(app_state: AppState, worker: ModelWorker, body: HiddenStatesRe
             413,
             "invalid_request_error",
             "response_too_large",
-            f"the states would take {checked.states_bytes} bytes; this server gives {limit} at most in a "
-            "response: ask for fewer tokens or layers, or for float16",
+            f"the states would take {checked.states_bytes} bytes; this server allows {limit} per response: "
+            "request fewer tokens or layers, or float16",
         )
     return checked
 
@@ -112,10 +112,10 @@ def check_request(app_state: AppState, worker: ModelWorker, body: HiddenStatesRe
 def _preset(app_state: AppState, worker: ModelWorker, body: HiddenStatesRequest) -> Preset | None:
     if body.preset is None:
         if body.prompt is not None:
-            raise ApiError.invalid("prompt needs a preset; a text as it is goes into input")
+            raise ApiError.invalid("prompt needs a preset; put plain text into input")
         return None
     if body.prompt is None or body.input is not None:
-        raise ApiError.invalid("a preset takes a prompt, and no input: it applies the template itself")
+        raise ApiError.invalid("a preset takes a prompt, not an input: it applies the template itself")
     if body.layer is not None or body.layers is not None:
         raise ApiError.invalid("a preset chooses the layers; leave out layer and layers")
     preset = app_state.preset(body.preset)
@@ -128,10 +128,10 @@ def _check_count(app_state: AppState, given: str | Sequence[object] | None) -> N
         return
     if len(given) > (most := app_state.options.max_inputs):
         raise ApiError.invalid(
-            f"{len(given)} inputs; this server takes {most} in a request", "too_many_inputs"
+            f"{len(given)} inputs; this server allows {most} in a request", "too_many_inputs"
         )
     if not given:
-        raise ApiError.invalid("there is nothing in the list of prompts")
+        raise ApiError.invalid("the list of prompts is empty")
 
 
 def _texts(worker: ModelWorker, body: HiddenStatesRequest, preset: Preset) -> _Prompt | list[_Prompt]:
@@ -161,7 +161,8 @@ def _layers(worker: ModelWorker, body: HiddenStatesRequest, preset: Preset | Non
     given = body.layers if body.layers is not None else [DEFAULT_LAYER if body.layer is None else body.layer]
     if len(given) > (most := 2 * (model.n_layer + 1)):
         raise ApiError.invalid(
-            f"{len(given)} layers; {worker.name} has {model.n_layer + 1}, and a request may name {most}"
+            f"{len(given)} layers; {worker.name} has {model.n_layer + 1}, and a request may name at most "
+            f"{most}"
         )
     return layer_ids.normalize(layer_ids.translate_for(model, given, source="transformers"), model.n_layer)
 
@@ -172,10 +173,10 @@ def _max_length(app_state: AppState, body: HiddenStatesRequest, preset: Preset |
     default = min(_DEFAULT_MAX_LENGTH, most) if preset is None else preset.max_length or most
     max_length = body.max_length or default
     if max_length > most:
-        raise ApiError.invalid(f"max_length is {max_length}; this server takes {most} at most")
+        raise ApiError.invalid(f"max_length is {max_length}; this server takes at most {most}")
     if preset is not None and preset.max_length is not None and max_length > preset.max_length:
         raise ApiError.invalid(
-            f"max_length is {max_length}; preset {preset.name} takes {preset.max_length} at most"
+            f"max_length is {max_length}; preset {preset.name} takes at most {preset.max_length}"
         )
     return max_length
 

@@ -14,18 +14,19 @@ __all__ = ["ConnectionOptions"]
 class ConnectionOptions:
     """Limits of a server's connections; times in seconds.
 
-    :ivar max_connections: how many may be open. Beyond it connections that wait for their client are closed,
-        the oldest first; where all are busy, further ones get quick answers (``GET``) or 503.
+    :ivar max_connections: maximum number of open connections. Beyond it, connections that wait for their
+        client are closed, the oldest first; if all are busy, further ones get quick responses (``GET``) or
+        503.
     :ivar header_timeout: from the connection, or the first byte of a request, to the end of its headers.
     :ivar body_timeout: from the end of the headers to the end of the body.
     :ivar idle_timeout: from a response to the next request.
-    :ivar send_timeout: in which a client must take some of what is sent to it.
+    :ivar send_timeout: time within which a client must read some of the data sent to it.
     """
 
     max_connections: int = 256
     header_timeout: float = 10.0
     body_timeout: float = 60.0
-    # Longer than clients and proxies keep theirs, or they send into a connection that is closing.
+    # Longer than the timeouts of clients and proxies, or they send into a closing connection.
     idle_timeout: float = 75.0
     send_timeout: float = 60.0
 

@@ -1,7 +1,7 @@
-"""A connection with deadlines: uvicorn's protocol, extended.
+"""HTTP protocol of a connection: uvicorn's, extended by deadlines.
 
-uvicorn itself limits only idle connections (``timeout_keep_alive``). Its ``limit_concurrency`` refuses
-``/health`` too, and counts clients that send nothing.
+uvicorn itself limits only idle connections (``timeout_keep_alive``). Its ``limit_concurrency`` also refuses
+``/health``, and counts clients that send nothing.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class HttpProtocol(H11Protocol):
         self.refuse(error)
 
     def _should_upgrade(self) -> bool:
-        # No WebSockets. uvicorn would log an advice to install a library for them.
+        # No WebSockets. uvicorn would log advice to install a library for them.
         return False
 
     def shutdown(self) -> None:
@@ -198,7 +198,7 @@ class HttpProtocol(H11Protocol):
     def _check_sending(self) -> None:
         unsent = self.transport.get_write_buffer_size()
         if unsent:
-            # The kernel buffers megabytes, and takes more only once a third of them was delivered.
+            # The kernel buffers megabytes, and accepts more only once a third of them is delivered.
             unsent += undelivered(self.transport.get_extra_info("socket"))
         adding = self._phase == "busy" and not self.flow.write_paused
         if adding or unsent < self._unsent or unsent == 0:

@@ -284,7 +284,7 @@ def test_promised_bytes_count_on_a_disk(folder: Path, monkeypatch: pytest.Monkey
         assert begun.wait(20)
         with monkeypatch.context() as patched:
             patched.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=2 * size - 1, f_frsize=1))
-            with pytest.raises(ApiError, match=f"{size} are promised"):
+            with pytest.raises(ApiError, match=f"{size} are reserved"):
                 found.check_room(100, 64)
             patched.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=2 * size, f_frsize=1))
             found.check_room(100, 64)
