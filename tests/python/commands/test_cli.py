@@ -247,7 +247,7 @@ def test_generate_stops_where_it_is_told_and_reads_files(
     ("arguments", "message"),
     [
         (["--n-max", "many", "--drafter", "ngram"], "--n-max: expected a number or auto, found 'many'"),
-        (["--n-max", "3"], "there is no --drafter"),
+        (["--n-max", "3"], "needs --drafter"),
         (["--drafter", "nowhere.gguf"], "nowhere.gguf"),
         (["--drafter", "mtp"], "is of kind model"),
         (["--max-tokens", "0"], "--max-tokens must be in 1"),

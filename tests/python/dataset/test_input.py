@@ -64,7 +64,7 @@ def test_lines_as_other_systems_write_them(tmp_path: Path) -> None:
     assert first == {"input_ids": [5, 6]}
     assert last == {"text": "ü"}
     assert isinstance(spoilt, lt.InvalidInputError)
-    assert "line 2 is no JSON" in str(spoilt)
+    assert "line 2 is not JSON" in str(spoilt)
 
 
 def test_columns_of_any_width(tmp_path: Path) -> None:

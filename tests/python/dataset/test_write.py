@@ -164,7 +164,7 @@ def test_rows_that_cannot_be_used(
     skipped = [json.loads(line) for line in (tmp_path / "out" / "skipped.jsonl").read_text().splitlines()]
     assert [entry["row"] for entry in skipped] == list(range(1, 21))
     assert all(entry["reason"] for entry in skipped)
-    assert "line 2 is no JSON" in skipped[0]["reason"]
+    assert "line 2 is not JSON" in skipped[0]["reason"]
     assert [row["input_ids"] for row in arrow_rows(tmp_path / "out")] == [[5, 6, 7], [5, 6, 7]]
     metadata = read_states(tmp_path / "out" / "hidden_states" / "hs_1.safetensors")[2]
     assert metadata["row"] == "21"
@@ -200,8 +200,8 @@ def test_bad_input(tiny_model: lt.Model, tmp_path: Path) -> None:
     refused(tmp_path / "empty.jsonl", "it is empty")
     refused(tmp_path / "none.jsonl", "no such file", FileNotFoundError)
     refused(tmp_path / "folder", "holds no .jsonl")
-    refused(tmp_path / "some.txt", "expected a name that ends in .jsonl")
-    refused(tmp_path / "bad.parquet", "no Parquet file")
+    refused(tmp_path / "some.txt", "taken from the name, which must end in .jsonl")
+    refused(tmp_path / "bad.parquet", "not a Parquet file")
     refused([{"text": ""}], "none of the 1 rows can be used; row 0")
     refused(good, r"not in -5\.\.4", layers=[7])
     refused(good, "layers is empty", layers=[])

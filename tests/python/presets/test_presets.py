@@ -205,14 +205,14 @@ def test_a_text_without_rows_names_the_preset_and_them(tiny_model: lt.Model, tmp
     preset = load_preset(written(tmp_path, told))
     assert len(preset.encode(tiny_model, "abcdef")) == 1
     for prompt, n in (("abcd", 7), ("abc", 6)):
-        message = f'preset mine keeps the rows "6:-1" of a text, and this one has {n} tokens'
+        message = f'preset mine keeps the rows "6:-1" of a text, but this one has {n} tokens'
         with pytest.raises(lt.InvalidInputError, match=f"^{message}"):
             preset.encode(tiny_model, prompt)
         with pytest.raises(lt.InvalidInputError, match=f"^input 1: {message}"):
             preset.encode(tiny_model, ["abcdef", prompt])
     preset = load_preset(written(tmp_path, told.replace('"6:-1"', '"7:-1"')))
     with pytest.raises(
-        lt.InvalidInputError, match='keeps the rows "7:-1" of a text, and this one has 8 tokens'
+        lt.InvalidInputError, match='keeps the rows "7:-1" of a text, but this one has 8 tokens'
     ):
         preset.encode(tiny_model, "abcdefghi")
 
@@ -293,7 +293,7 @@ def test_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("name = ", "this is no TOML"),
+        ("name = ", "this is not TOML"),
         ("a = " + "[" * 10_000, "this is no TOML"),
         (TEXT.replace('name = "mine"', ""), "name is missing"),
         (TEXT.replace('"mine"', '""'), "name must be a line"),

@@ -156,12 +156,12 @@ def test_a_worker_that_always_dies(
 
     with monkeypatch.context() as patch:
         have_workers(patch, before)
-        with pytest.raises(lt.EngineError, match=r"a worker of Ray died, .* resume goes on"):
+        with pytest.raises(lt.EngineError, match=r"a worker of Ray died, .* resume continues"):
             write(tiny_path, rows, tmp_path / "many", options(), retries=1)
     assert deaths.read_text() == "xx"
     there = {file.name: file.stat().st_ino for file in (tmp_path / "many" / "hidden_states").glob("hs_*")}
     assert 0 < len(there) < 60
-    with pytest.raises(lt.InvalidInputError, match="holds a data set already; go on"):
+    with pytest.raises(lt.InvalidInputError, match="already holds a data set; continue it"):
         write(tiny_path, rows, tmp_path / "many", options())
     # A data set is resumed by one process or by several.
     report = dataset.write(tiny_model, rows, tmp_path / "many", options(resume=True))

@@ -250,7 +250,7 @@ def test_a_full_queue(tiny_chat_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             assert raised.value.code == "queue_full"
             assert int(raised.value.response.headers["Retry-After"]) >= 1
         # No Retry-After for a request that can never fit.
-        with pytest.raises(openai.BadRequestError, match="this server gives 2"):
+        with pytest.raises(openai.BadRequestError, match="this server allows 2"):
             complete(client, n=3)
         stream.close()
         wait_until_free(server)
