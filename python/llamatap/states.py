@@ -1,15 +1,12 @@
-"""Captured hidden states and their provenance; files of them."""
+"""Captured hidden states and their provenance; saving and loading them."""
 
 from __future__ import annotations
 
 import copy
-import errno
 import functools
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -21,11 +18,11 @@ from llamatap._validate import flag, integer, shown
 from llamatap._validate import path as checked_path
 from llamatap.errors import InvalidInputError
 from llamatap.layers import LayerId
-from llamatap.storage.atomic_writes import atomic_path
 from llamatap.storage.model_files import ModelFiles
-from llamatap.storage.safetensors_metadata import JSON_KEYS, from_metadata, to_metadata
+from llamatap.storage.safetensors_metadata import JSON_KEYS
+from llamatap.storage.tensor_files import read_tensors, write_tensors
 
-__all__ = ["DTYPES", "Source", "States", "array_facts", "check_finite", "dtype_name", "write_tensors"]
+__all__ = ["DTYPES", "Source", "States", "array_facts", "check_finite", "dtype_name"]
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -261,22 +258,15 @@ class States:
         :raises InvalidInputError: it is not such a file.
         :raises OSError: it cannot be read.
         """
-        from safetensors import SafetensorError, safe_open
-
         path = checked_path("path", path)
         if not path.is_file():
             raise FileNotFoundError(f"no such file: {path}")
         try:
-            with safe_open(path, framework="np") as file:
-                names = list(file.keys())
-                if several := sorted(name for name in names if name.startswith("hidden_states.")):
-                    raise ValueError(
-                        f"it holds several prompts ({', '.join(several)}); read it with safetensors"
-                    )
-                tensors = {name: file.get_tensor(name) for name in names if name in _TENSORS}
-                found = from_metadata(file.metadata() or {})
-            return cls._of_file(tensors, found)
-        except (SafetensorError, KeyError, AttributeError, TypeError, ValueError, OverflowError) as error:
+            tensors, fields, others = read_tensors(path, _TENSORS)
+            if several := [name for name in others if name.startswith("hidden_states.")]:
+                raise ValueError(f"it holds several prompts ({', '.join(several)}); read it with safetensors")
+            return cls._of_file(tensors, fields)
+        except (KeyError, AttributeError, TypeError, ValueError, OverflowError) as error:
             raise InvalidInputError(f"{path} holds no states of llamatap: {error}") from error
 
     @classmethod
@@ -351,31 +341,3 @@ def check_finite(states: States, otherwise: str = "") -> None:
         raise InvalidInputError(
             f"NaN or infinity in layers {layers} ({dtype}): nothing was written; {advice}{otherwise}"
         )
-
-
-def write_tensors(
-    path: str | os.PathLike[str], tensors: Mapping[str, NDArray[Any]], provenance: Mapping[str, Any]
-) -> None:
-    """Write a safetensors file atomically, with the provenance as its metadata
-    (:mod:`llamatap.storage.safetensors_metadata`).
-
-    :raises OSError: it cannot be written.
-    """
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
-
-    if not (folder := Path(path).parent).is_dir():
-        raise FileNotFoundError(f"no such folder: {folder}")
-    with atomic_path(Path(path)) as scratch:
-        try:
-            # Written from the arrays' own memory; via bytes it would take two more copies.
-            save_file(
-                {name: np.ascontiguousarray(array) for name, array in tensors.items()},
-                scratch,
-                metadata=to_metadata(provenance),
-            )
-        except SafetensorError as error:
-            # safetensors raises its own error even for errors of the system, such as a full disk.
-            number = re.search(r"os error (\d+)", str(error))
-            code = int(number[1]) if number else errno.EIO
-            raise OSError(code, os.strerror(code), os.fspath(path)) from error

@@ -59,6 +59,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="(default: speculators)",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(default: bfloat16)")
+    _add_samples(parser)
+    _add_running(parser)
+    add_loading(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_samples(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-length",
         type=int,
@@ -85,6 +92,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         action="store_true",
         help="include the empty <think> blocks that a chat template adds in the loss mask",
     )
+
+
+def _add_running(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on-error",
         choices=("skip", "stop"),
@@ -102,8 +112,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add_threads(parser, "--n-threads")
     parser.add_argument("--dry-run", action="store_true", help="print what would be written, and stop")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    add_loading(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

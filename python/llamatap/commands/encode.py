@@ -70,7 +70,8 @@ def write(path: Path, states: States) -> tuple[int, ...]:
     """
     import numpy as np
 
-    from llamatap.states import check_finite, write_tensors
+    from llamatap.states import check_finite
+    from llamatap.storage.tensor_files import write_tensors
 
     check_finite(states)
     embeds = states.array[:, 0] if len(states.layers) == 1 else states.array

@@ -16,7 +16,8 @@ from numpy.typing import ArrayLike
 from llamatap._validate import integer, shown
 from llamatap.connectors.connector import Connector, Stored, Transfer, tensors_of
 from llamatap.errors import InvalidInputError
-from llamatap.states import DTYPES, States, write_tensors
+from llamatap.states import DTYPES, States
+from llamatap.storage.tensor_files import write_tensors
 
 __all__ = ["FileConnector", "read_mapped"]
 

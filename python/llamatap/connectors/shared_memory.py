@@ -19,8 +19,9 @@ from llamatap._validate import integer, shown
 from llamatap.connectors.connector import Stored
 from llamatap.connectors.files import FileConnector
 from llamatap.errors import InvalidInputError
-from llamatap.states import States, write_tensors
+from llamatap.states import States
 from llamatap.storage import locks
+from llamatap.storage.tensor_files import write_tensors
 
 __all__ = ["SharedMemoryConnector"]
 

@@ -78,17 +78,11 @@ def write(
         raise InvalidInputError("Ray shares the work: leave out rank and world_size, give concurrency")
     integer("concurrency", concurrency, 1)
     integer("retries", retries, 0)
-    for name, value in (("num_cpus", num_cpus), ("num_gpus", num_gpus)):
-        if value is not None and not (isinstance(value, (int, float)) and value >= 0):
-            raise InvalidInputError(f"{name} must be a number of at least 0, not {shown(value)}")
-    if num_cpus is None and not num_gpus:
-        num_cpus = 1
+    resources = _resources(num_cpus, num_gpus)
     if n_gpu_layers is None:
         n_gpu_layers = -1 if num_gpus else 0
-    if num_cpus:
-        options = replace(options, context={"n_threads": max(1, int(num_cpus)), **options.context})
-    asked = {"num_cpus": num_cpus, "num_gpus": num_gpus or None}
-    resources = {name: value for name, value in asked.items() if value is not None}
+    if n_cpus := resources.get("num_cpus"):
+        options = replace(options, context={"n_threads": max(1, int(n_cpus)), **options.context})
     # Absolute: workers have other working directories.
     loading = ModelLoading(str(Path(model).absolute()), n_gpu_layers, weights)
     with Model(model) as here:
@@ -96,6 +90,17 @@ def write(
             here, samples, Path(folder).absolute(), options, loading, resources, concurrency, retries
         )
         return job.run(progress)
+
+
+def _resources(num_cpus: float | None, num_gpus: float) -> dict[str, float]:
+    """Ray's resources of a worker."""
+    for name, value in (("num_cpus", num_cpus), ("num_gpus", num_gpus)):
+        if value is not None and not (isinstance(value, (int, float)) and value >= 0):
+            raise InvalidInputError(f"{name} must be a number of at least 0, not {shown(value)}")
+    if num_cpus is None and not num_gpus:
+        num_cpus = 1
+    found = {"num_cpus": num_cpus, "num_gpus": num_gpus or None}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 class _RayJob(Job):

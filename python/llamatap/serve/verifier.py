@@ -31,7 +31,8 @@ from llamatap.layers import LayerId, default_eagle3_layers, translate
 from llamatap.model import Model
 from llamatap.serve.errors import ApiError
 from llamatap.serve.options import VerifierOptions
-from llamatap.states import DTYPES, States, write_tensors
+from llamatap.states import DTYPES, States
+from llamatap.storage.tensor_files import write_tensors
 
 __all__ = ["VerifierFiles"]
 

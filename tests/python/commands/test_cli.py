@@ -97,7 +97,7 @@ def test_a_prompt_that_was_cut_is_told_of(
         command = ["extract", str(tiny_path), "--text", "hello", "--max-length", length, "-o", str(out)]
         assert main(command) == 0
         expected = (
-            "llamatap: warning: --max-length cut the prompt of 6 tokens to the first 3\n" if cut else ""
+            "llamatap: warning: --max-length truncated the prompt of 6 tokens to the first 3\n" if cut else ""
         )
         assert capsys.readouterr().err == expected
         assert lt.States.load(out).truncated is cut

@@ -127,7 +127,7 @@ def test_a_prompt_that_was_cut_is_told_of(
         assert (metadata["truncated"], metadata["prompt_tokens"]) == (truncated, str(n))
         assert "truncated" in json.loads(metadata["json_keys"])
         if truncated == "true":
-            expected = "max_length of preset mine cut the prompt of 9 tokens to the first 8"
+            expected = "max_length of preset mine truncated the prompt of 9 tokens to the first 8"
             assert error == f"llamatap: warning: {expected}\n"
         else:
             assert error == ""

@@ -140,7 +140,7 @@ def test_a_stream_that_was_damaged(tmp_path: Path) -> None:
     offsets = data.find(np.arange(0, 25, 5, dtype="<i4").tobytes())
     data[offsets + 4 * 10 + 3] = 0x7F
     path.write_bytes(data)
-    with pytest.raises(lt.InvalidInputError, match=r"x\.arrow is no Arrow stream"):
+    with pytest.raises(lt.InvalidInputError, match=r"x\.arrow is not an Arrow stream"):
         list(dataset.read_rows(tmp_path))
 
 

@@ -109,7 +109,7 @@ def test_rows_of_every_kind(chat_path: Path, tmp_path: Path) -> None:
         # BOS and 20 bytes are the prompt: of 21 tokens none is of the answer.
         job = dataset.Job(model, rows, tmp_path / "o", Options(layers=[1], max_length=21))
         assert list(job.skipped) == [1, 2]
-        assert "loss mask holds 0 of its first 21 tokens" in job.skipped[1]
+        assert "loss mask has 0 of its first 21 tokens" in job.skipped[1]
         job = dataset.Job(model, rows, tmp_path / "o", Options(layers=[1], max_length=23))
         assert job.n_truncated == 2
         found = [(s.tokens.tolist(), s.loss_mask.astype(int).tolist()) for s in job.samples]
@@ -169,7 +169,7 @@ def test_rows_that_cannot_be_used(
     metadata = read_states(tmp_path / "out" / "hidden_states" / "hs_1.safetensors")[2]
     assert metadata["row"] == "21"
     with lt.Model(chat_path) as model:
-        with pytest.raises(lt.InvalidInputError, match="row 1: line 2 is no JSON"):
+        with pytest.raises(lt.InvalidInputError, match="row 1: line 2 is not JSON"):
             dataset.write(model, path, tmp_path / "stop", Options(layers=[1], on_error="stop"))
         assert not (tmp_path / "stop").exists()
 

@@ -294,7 +294,7 @@ def test_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     ("text", "message"),
     [
         ("name = ", "this is not TOML"),
-        ("a = " + "[" * 10_000, "this is no TOML"),
+        ("a = " + "[" * 10_000, "this is not TOML"),
         (TEXT.replace('name = "mine"', ""), "name is missing"),
         (TEXT.replace('"mine"', '""'), "name must be a line"),
         (TEXT.replace('"mine"', "5"), "name must be a text in quotes, not 5"),
@@ -344,7 +344,7 @@ def test_a_file_that_is_wrong_is_told_what_is(text: str, message: str, tmp_path:
 def test_text_that_is_not_utf8_and_a_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_bytes(TEXT.encode("utf-16"))
-    with pytest.raises(lt.InvalidInputError, match="this is no TOML"):
+    with pytest.raises(lt.InvalidInputError, match="this is not TOML"):
         load_preset(path)
     path.write_bytes(TEXT.replace("\n", "\r\n").encode("utf-8-sig"))
     assert load_preset(path).template == "<{{ prompt }}>"

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from llamatap.dataset.layouts.arrow_dataset import write_dataset
 from llamatap.dataset.layouts.layout import FilePerSample
-from llamatap.states import write_tensors
 from llamatap.storage.safetensors_metadata import to_metadata
+from llamatap.storage.tensor_files import write_tensors
 
 __all__ = ["SpeculatorsLayout"]
 

@@ -29,7 +29,7 @@ from llamatap.serve import VerifierOptions, create_app
 from llamatap.serve.errors import ApiError
 from llamatap.serve.verifier import VerifierFiles
 from llamatap.serve.workers.model_worker import ModelWorker
-from llamatap.states import write_tensors
+from llamatap.storage.tensor_files import write_tensors
 
 BODY = {"model": "tiny", "prompt": TOKENS, "return_token_ids": True, "max_tokens": 1}
 NAME = f"hs-{'0123456789abcdef' * 2}.safetensors"
