@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Literal
 
 from llamatap._engine_context import Capture, EngineContext
@@ -48,12 +47,7 @@ class Tap(NotCopied):
         self._engine.capture = self._capture
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._engine.capture is self._capture:
             self._engine.capture = None
 
