@@ -325,5 +325,5 @@ def default_eagle3_layers(n_layer: int) -> list[int]:
     """
     n_layer = integer("n_layer", n_layer, 1)
     if n_layer < 5:
-        raise InvalidInputError(f"EAGLE-3 needs a model of at least 5 blocks, not {n_layer}")
+        raise InvalidInputError(f"a model of {n_layer} blocks has too few layers for EAGLE-3, which needs 5")
     return [2, n_layer // 2, n_layer - 3]

@@ -23,8 +23,8 @@ from support.numerics import EXACT
 from llamatap.extraction.extractor import Extractor
 from llamatap.serve import ModelOptions, ServerOptions, create_app
 from llamatap.serve.app_state import AppState
-from llamatap.serve.http.connection_options import ConnectionOptions
 from llamatap.serve.http.server_lifecycle import HttpServer
+from llamatap.serve.options import ConnectionOptions
 from llamatap.serve.workers.model_worker import ModelWorker
 
 FLAGS = ("--kv-type", "f32", "--flash-attn", "off", "--threads", str(EXACT["n_threads"]), "--n-ctx", "2048")

@@ -23,8 +23,7 @@ from llamatap.commands._arguments import (
 )
 from llamatap.context_options import ContextOptions
 from llamatap.errors import InvalidInputError
-from llamatap.serve.http.connection_options import ConnectionOptions
-from llamatap.serve.options import ModelOptions, ServerOptions, VerifierOptions
+from llamatap.serve.options import ConnectionOptions, ModelOptions, ServerOptions, VerifierOptions
 
 __all__ = ["add", "run"]
 

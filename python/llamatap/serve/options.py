@@ -12,7 +12,7 @@ from llamatap.context_options import ContextOptions
 from llamatap.errors import InvalidInputError
 from llamatap.layers import LayerId
 
-__all__ = ["ModelOptions", "ServerOptions", "VerifierOptions"]
+__all__ = ["ConnectionOptions", "ModelOptions", "ServerOptions", "VerifierOptions"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +115,33 @@ class ServerOptions:
                 "an API key must be one or more printable ASCII characters without blanks"
             )
         object.__setattr__(self, "cors", tuple(map(_origin, self.cors)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionOptions:
+    """Limits of a server's connections; times in seconds.
+
+    :ivar max_connections: maximum number of open connections. Beyond it, connections that wait for their
+        client are closed, the oldest first; if all are busy, further ones get quick responses (``GET``) or
+        503.
+    :ivar header_timeout: from the connection, or the first byte of a request, to the end of its headers.
+    :ivar body_timeout: from the end of the headers to the end of the body.
+    :ivar idle_timeout: from a response to the next request.
+    :ivar send_timeout: time within which a client must read some of the data sent to it.
+    """
+
+    max_connections: int = 256
+    header_timeout: float = 10.0
+    body_timeout: float = 60.0
+    # Longer than the timeouts of clients and proxies, or they send into a closing connection.
+    idle_timeout: float = 75.0
+    send_timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        integer("max_connections", self.max_connections, 1)
+        for name in ("header_timeout", "body_timeout", "idle_timeout", "send_timeout"):
+            if not getattr(self, name) > 0:
+                raise InvalidInputError(f"{name} must be above 0 seconds, not {getattr(self, name)}")
 
 
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?/?")

@@ -385,5 +385,7 @@ def test_connectors_are_found_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path:
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert type(connect("nowhere")).__name__ == "Nowhere"
-    with pytest.raises(lt.InvalidInputError, match=r"elsewhere_connector:Wrong is not a llamatap\.connectors"):
+    with pytest.raises(
+        lt.InvalidInputError, match=r"elsewhere_connector:Wrong is not a llamatap\.connectors"
+    ):
         connect("wrong")

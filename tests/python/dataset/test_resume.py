@@ -279,7 +279,9 @@ def test_resume_of_another_model_or_input(tiny_model: lt.Model, tmp_path: Path) 
     assert dataset.write(tiny_model, rows, tmp_path / "o", resumed).n_written == 2
     assert_same(tmp_path / "o", tmp_path / "calm")
     (tmp_path / "o" / "llamatap.json").write_text('{"status": "x", "made_with": {}}')
-    with pytest.raises(lt.InvalidInputError, match=r"llamatap\.json is not the manifest of a llamatap data set"):
+    with pytest.raises(
+        lt.InvalidInputError, match=r"llamatap\.json is not the manifest of a llamatap data set"
+    ):
         dataset.write(tiny_model, rows, tmp_path / "o", resumed)
 
 

@@ -96,7 +96,7 @@ def test_lists_that_are_too_long(server: Running, path: str, fields: dict[str, A
         ({"input": 5}, "input: expected a text, token ids, or a list of either"),
         ({"input": {"text": "a"}}, "input: expected a text, token ids, or a list of either"),
         ({"input": [5, 6, "a"]}, "input[2]: Input should be a valid integer"),
-        ({"input": "a", "laier": -2}, "laier is no field of this request"),
+        ({"input": "a", "laier": -2}, "laier is not a field of this request"),
         ({"input": "a", "layer": "-2"}, "layer: Input should be a valid integer"),
         ({"input": [[5], [6, -1]]}, "input[1][1]: Input should be greater than or equal to 0"),
         ({"input": "a", "layers": [1, "b"]}, "layers[1]: Input should be a valid integer"),
@@ -113,7 +113,7 @@ def test_messages_name_the_mistake(server: Running, fields: dict[str, Any], mess
         (
             '[{"role": "user", "content": [{"type": "text", "text": "a"}, '
             '{"type": "image_url", "image_url": "x"}]}]',
-            "messages[0].content[1].image_url is no field of this request",
+            "messages[0].content[1].image_url is not a field of this request",
         ),
         ('[{"role": "user", "content": [{"type": "text"}]}]', "messages[0].content[0].text: Field required"),
         ('[{"role": "user", "content": ["a"]}]', "messages[0].content[0]: must be an object"),

@@ -317,7 +317,7 @@ def test_states_with_a_stream_or_several_texts_are_refused(client: Client, state
         ("Hello!", "messages"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}],
-            r"400 - messages\[0\]\.content\[0\]\.image_url is no field of this request",
+            r"400 - messages\[0\]\.content\[0\]\.image_url is not a field of this request",
         ),
     ],
 )

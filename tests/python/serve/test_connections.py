@@ -23,8 +23,8 @@ from support.servers import FLAGS, Gate, Running, running, server_process, tiny_
 
 import llamatap as lt
 from llamatap.serve import ServerOptions
-from llamatap.serve.http.connection_options import ConnectionOptions
 from llamatap.serve.http.http_protocol import HttpProtocol
+from llamatap.serve.options import ConnectionOptions
 from llamatap.serve.payload import PiecewiseResponse
 
 SHORT = 0.4

@@ -60,7 +60,7 @@ def test_more_inputs_than_the_limit(tiny_path: Path) -> None:
         message = server.error(
             "/v1/hidden_states", 400, "invalid_request_error", model="tiny", input=["a"] * 4
         )
-        assert "takes 3" in message
+        assert "allows 3" in message
 
 
 def test_a_full_queue_says_when_to_come_back(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ import os
 from typing import Literal, Protocol
 
 from llamatap.serve.errors import ApiError
-from llamatap.serve.http.connection_options import ConnectionOptions
 from llamatap.serve.logs import logger
+from llamatap.serve.options import ConnectionOptions
 
 __all__ = ["ConnectionRegistry", "OpenConnection", "Phase", "too_many_connections"]
 

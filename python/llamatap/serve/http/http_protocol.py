@@ -19,10 +19,10 @@ from uvicorn.server import ServerState
 
 from llamatap.serve.drain_deadline import shutting_down
 from llamatap.serve.errors import ApiError, error_response
-from llamatap.serve.http.connection_options import ConnectionOptions
 from llamatap.serve.http.connection_registry import ConnectionRegistry, Phase, too_many_connections
 from llamatap.serve.http.socket_buffers import undelivered, unread
 from llamatap.serve.logs import logger
+from llamatap.serve.options import ConnectionOptions
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -15,9 +15,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from llamatap.serve.app_state import AppState
-from llamatap.serve.http.connection_options import ConnectionOptions
 from llamatap.serve.http.http_protocol import HttpConfig
 from llamatap.serve.logs import logger
+from llamatap.serve.options import ConnectionOptions
 
 __all__ = ["HttpServer"]
 
