@@ -142,7 +142,7 @@ class LoadedModel(Tokenizer, Closeable):
 
     @property
     def n_embd_input(self) -> int:
-        """The width of embeddings that a batch may carry in place of tokens."""
+        """The width of embeddings that a batch may carry instead of tokens."""
         return native_of(self).n_embd_input
 
     @property

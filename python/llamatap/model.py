@@ -34,7 +34,7 @@ class Model(LoadedModel):
     :raises ModelLoadError: the file cannot be loaded; with what the engine said.
     :raises OutOfMemoryError: the weights do not fit into memory. Weights of a mapped file need not fit, as
         pages can be dropped and read again at each pass; the logger ``llamatap`` warns of that. (Weights that
-        the CPU stores in an order of its own, mostly those of 4 bits, are copies and must fit.)
+        the CPU stores in another order, mostly those of 4 bits, are copies and must fit.)
 
     A model can be shared by contexts in several threads. ``close()``, or leaving a ``with`` block, frees its
     memory once its contexts are closed too.
@@ -42,7 +42,7 @@ class Model(LoadedModel):
 
     @takes_options(ContextOptions)
     def context(self, **options: Unpack[ContextOptions]) -> Context:
-        """Make a context of this model; errors as of :class:`llamatap.Context`.
+        """Create a context of this model; raises what :class:`llamatap.Context` raises.
 
         :options:
         """

@@ -84,7 +84,7 @@ class Sampler(NativeOwner[_core.Sampler]):
 
         :param row: which entry; negative ones count from the end of the batch.
 
-        :raises InvalidInputError: as :meth:`sample_logits`, or there are no such logits.
+        :raises InvalidInputError: as in :meth:`sample_logits`, or there are no such logits.
         :raises BusyError: another thread uses this sampler or the context.
         """
         instance("context", context, Context)

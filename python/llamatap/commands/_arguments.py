@@ -187,7 +187,7 @@ def add_prompt(parser: argparse.ArgumentParser, flag: str, text: str) -> argpars
 
 
 def read_prompt(model: Model, arguments: argparse.Namespace) -> str:
-    """The text of the prompt that :func:`add_prompt` asked for.
+    """The text of the prompt, from the arguments of :func:`add_prompt`.
 
     :raises InvalidInputError: the file is not UTF-8, or the model has no usable chat template.
     :raises OSError: the file cannot be read.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add", "run"]
 
-# The most skipped rows that are listed; skipped.jsonl has all of them.
+# Maximum number of skipped rows that are listed; skipped.jsonl has all of them.
 _TOLD = 5
 
 

@@ -112,7 +112,7 @@ class Request:
 
     @property
     def wants_states(self) -> bool:
-        """Whether the request wants states of the next pass."""
+        """Whether the request needs states of the next pass."""
         return self.options.prompt_states if self.in_prefill else self.options.states is not None
 
     @property

@@ -30,7 +30,7 @@ __all__ = ["create_app"]
 def create_app(models: Sequence[ModelOptions], options: ServerOptions | None = None) -> FastAPI:
     """Make an ASGI app that serves models. They are loaded here; their threads run while the app does.
 
-    :raises InvalidInputError: there is no model, or two have one name.
+    :raises InvalidInputError: there is no model, or two have the same name.
     :raises Error: a model, drafter or preset cannot be loaded.
     """
     from llamatap import __version__

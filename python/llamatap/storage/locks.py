@@ -47,7 +47,7 @@ def release(handle: int) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, *, make: bool = False, shared: bool = False, wait: bool = True) -> Iterator[None]:
-    """Hold a lock during a ``with`` block; parameters and errors as of :func:`acquire`."""
+    """Hold a lock during a ``with`` block; parameters and errors as in :func:`acquire`."""
     handle = acquire(path, make=make, shared=shared, wait=wait)
     try:
         yield

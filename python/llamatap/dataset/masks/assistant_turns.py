@@ -219,7 +219,7 @@ class _Conversation:
         header = _generation_prompt(prompt, written)
         if header and first is not None and text.count(header, in_text, first) == 1:
             return _Start(text.index(header, in_text) + len(header), None, anchor, in_text, trailer)
-        # The template writes a generation prompt whether it is asked for or not.
+        # The template always writes a generation prompt, requested or not.
         common = len(os.path.commonprefix([tail, text[in_text:]]))
         if header == "" and body is not None and (common or history[-1].get("role") == "assistant"):
             return _Start(in_text + common, text[:in_text] + tail, anchor, in_text, trailer)

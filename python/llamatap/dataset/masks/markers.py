@@ -127,7 +127,7 @@ class Rendering:
 class MarkedMessages:
     """A conversation with markers.
 
-    :param text: the rendered conversation, whose characters are no markers.
+    :param text: the rendered conversation, whose characters are not used as markers.
     :ivar messages: the messages with markers.
     :ivar variables: variables that have a template write markers around its ``{% generation %}``.
     """

@@ -22,7 +22,7 @@ def try_contexts(model: Model, options: ModelOptions, n_ctx: int) -> Session | N
         extract states.
     :raises Error: one of them cannot be created.
     """
-    # A drafter file has no context of its own.
+    # A drafter file cannot have its own context, so this refuses one.
     small: ContextOptions = {**options.context, "n_ctx": 256, "n_batch": 1, "n_ubatch": 1}
     with Context(model, **small) as context:
         generates = native_of(context).has_memory and native_of(context).causal
