@@ -97,13 +97,8 @@ class Option:
         if self.choices:
             return choice(self.name, value, self.choices, self.optional)
         if self.kind is int:
-            low, high = self.low, self.high
-            return integer(
-                self.name,
-                value,
-                -(2**31) if low is None else int(low),
-                2**31 - 1 if high is None else int(high),
-            )
+            bounds = {"low": self.low, "high": self.high}
+            return integer(self.name, value, **{k: int(v) for k, v in bounds.items() if v is not None})
         if self.kind is bool:
             return flag(self.name, value)
         if self.kind is float:
