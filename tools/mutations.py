@@ -372,7 +372,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the token that ends a turn does not count",
-        "python/llamatap/dataset/masks/loss_mask.py",
+        "python/llamatap/dataset/masks/turn_masker.py",
         "chosen[first:last] = True",
         "chosen[first : last - 1] = True",
         "tests/python/dataset/test_masks.py",

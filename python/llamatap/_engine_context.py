@@ -26,8 +26,8 @@ from llamatap.states import DTYPES, Source, States, typed_view
 __all__ = ["Capture", "EngineContext", "EngineOwner", "engine_of"]
 
 _HAS_OWNER = (
-    "a generation is going on in this context and has its memory for itself; it must end first (exhaust or "
-    "close() what generate() gave, or close the Session)"
+    "this context's memory is in use by a generation; end that first (exhaust or close() the iterator of "
+    "generate(), or close the Session)"
 )
 
 
@@ -38,7 +38,7 @@ class Capture:
     layers: tuple[LayerId, ...]
     rows: Literal["all", "outputs"]
     dtype: str
-    #: Those of the last decode; None before the first one, and after one that failed.
+    #: States of the last decode; None before the first decode, and after a failed one.
     states: States | None = None
 
 
@@ -60,7 +60,7 @@ class EngineContext:
         self._owner: weakref.ref[object] | None = None
         # Weak: a tap is closed when its last reference goes.
         self._capture: weakref.ref[Capture] | None = None
-        # Room for outputs that the engine has, or that was found to be there.
+        # Room for outputs that the engine has allocated, or that was checked to be available.
         self._outputs_bytes = max(n_seq_max * self.model.n_vocab * 4, 32 << 20)
 
     @property
@@ -93,12 +93,12 @@ class EngineContext:
 
     @property
     def owner(self) -> object | None:
-        """The generation that has the memory for itself; None once no reference to it is left."""
+        """The generation that owns the memory; None once no reference to it is left."""
         return None if self._owner is None else self._owner()
 
     def reserve(self, owner: object) -> bool:
-        """Give the memory to `owner`, until :meth:`release` or until it is garbage collected. False where
-        another one has it."""
+        """Reserve the memory for `owner`, until :meth:`release` or until it is garbage collected. Returns
+        False if another owner has it."""
         with self._lock:
             if self.owner is not None:
                 return False
@@ -114,7 +114,7 @@ class EngineContext:
     def writable(self) -> _core.Context:
         """The core's object, for calls that change its memory.
 
-        :raises BusyError: a generation has the memory for itself.
+        :raises BusyError: a generation owns the memory.
         """
         native = self.native
         if self.owner is not None:
@@ -133,7 +133,8 @@ class EngineContext:
     def require_outputs(self, n_outputs: int, *, computed: bool = True) -> None:
         """Refuse outputs whose logits do not fit into memory: the engine allocates them when it decodes.
 
-        :param computed: whether the decode goes on to the logits; the engine makes room for them either way.
+        :param computed: whether the decode computes the logits; the engine allocates room for them either
+            way.
         :raises OutOfMemoryError: with both numbers.
         """
         rows = n_outputs + (min(n_outputs, self.native.n_ubatch) if computed else 0)
@@ -148,7 +149,7 @@ class EngineContext:
 
     def _require_room(self, batch: _core.Batch, capture: Capture | None) -> None:
         n_rows = len(batch)
-        # Few rows need no look at each.
+        # A few rows always fit.
         if n_rows * self.model.n_vocab * 8 > self._outputs_bytes:
             self.require_outputs(sum(batch.outputs))
         if capture is not None:

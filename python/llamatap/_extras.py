@@ -9,7 +9,7 @@ from llamatap.errors import MissingPackageError
 
 __all__ = ["EXTRAS", "missing", "needs"]
 
-#: The extra that installs a package; the smallest one where several do.
+#: Extra that installs each package; the smallest one where several do.
 EXTRAS = {
     "matplotlib": "demo",
     "pyarrow": "dataset",
@@ -21,7 +21,7 @@ EXTRAS = {
 def missing(*packages: str, extra: str | None = None, what: str | None = None) -> MissingPackageError:
     """The error that says which packages are missing and how to install them.
 
-    :param extra: the extra that installs them; None for those of :data:`EXTRAS`.
+    :param extra: the extra that installs them; None looks it up in :data:`EXTRAS`.
     :param what: the feature that needs them.
     """
     extras = ",".join(dict.fromkeys(extra or EXTRAS[package] for package in packages))

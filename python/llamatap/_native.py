@@ -1,4 +1,4 @@
-"""The native core: its import, its back ends, its log lines, and the one way to an object of it.
+"""The native core: its import, its back ends, its log lines, and the only access to its objects.
 
 A public class of Python owns an object of the core. The rest of the package gets at it through
 :func:`native_of`, never through an attribute.
@@ -30,7 +30,7 @@ logging.getLogger("llamatap").addHandler(logging.NullHandler())
 # For messages of the engine, apart from those of the package.
 _logger = logging.getLogger("llamatap.engine")
 _loaded = False
-# Before the interpreter goes down, while threads that compute can still be stopped in good order.
+# Before the interpreter shuts down, while computing threads can still be stopped in order.
 atexit.register(_core.shut_down)
 
 _N = TypeVar("_N")
@@ -72,7 +72,7 @@ def flush_log() -> None:
 
 
 def build_config() -> dict[str, Any]:
-    """How this build was made and what it runs on.
+    """Report how this build was made and what it runs on.
 
     :returns: ``version``, ``engine_commit`` (llama.cpp), ``compiler``, ``build_type``, ``portable``
         (CPU kernels chosen at run time), ``openmp``, ``sanitize``, ``platform``, ``cpu_features`` (the

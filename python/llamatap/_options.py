@@ -35,7 +35,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, Union, cast
 
-from llamatap._validate import choice, flag, instance, integer, number
+from llamatap._validate import choice, finite_number, flag, instance, integer
 
 __all__ = ["Option", "checked_options", "given_options", "read_options", "takes_options"]
 
@@ -46,15 +46,18 @@ _T = TypeVar("_T")
 class Option:
     """An entry of a TypedDict of options, in its ``Annotated``.
 
-    Values are checked by the entry's type: int (within ``low..high``), bool, float, str, or a Literal of
-    strings; with ``| None``, None passes. Entries of other types pass as they are, unless ``check`` is given.
+    Values are checked by the entry's type: int, float, bool, str, or a Literal of strings; with ``| None``,
+    None passes. Entries of other types pass as they are, unless ``check`` is given.
     """
 
     default: Any
     #: Meaning of the option, as the docstring and the command line show it.
     help: str
-    low: int = -(2**31)
-    high: int = 2**31 - 1
+    #: Range of an int (-2**31..2**31-1 where no bound is given) or of a float, which is always finite.
+    low: float | None = None
+    high: float | None = None
+    #: In place of ``low``: an exclusive bound of a float.
+    above: float | None = None
     #: Function from the option's name and a value (not None where None passes) to the value to use.
     check: Callable[[str, Any], Any] | None = None
     #: The name and the type of the entry; :func:`read_options` fills them in.
@@ -94,11 +97,12 @@ class Option:
         if self.choices:
             return choice(self.name, value, self.choices, self.optional)
         if self.kind is int:
-            return integer(self.name, value, self.low, self.high)
+            bounds = {"low": self.low, "high": self.high}
+            return integer(self.name, value, **{k: int(v) for k, v in bounds.items() if v is not None})
         if self.kind is bool:
             return flag(self.name, value)
         if self.kind is float:
-            return number(self.name, value)
+            return finite_number(self.name, value, self.low, self.high, self.above)
         if self.kind is str:
             instance(self.name, value, str)
         return value
@@ -128,7 +132,7 @@ def checked_options(declaration: type[_T], given: Mapping[str, Any], caller: str
     """All options of a TypedDict: the given ones, checked, and the defaults of the others.
 
     :param caller: the function that was called, as errors name it: "Context()".
-    :raises TypeError: a name is none of an option.
+    :raises TypeError: a name is not an option.
     :raises InvalidInputError: a value is of another type, or out of range.
     """
     defaults = {name: option.default for name, option in read_options(declaration).items()}
@@ -139,7 +143,7 @@ def given_options(declaration: type[Any], given: Mapping[str, Any], caller: str)
     """The given options of a TypedDict, checked.
 
     :param caller: the function that was called, as errors name it.
-    :raises TypeError: a name is none of an option.
+    :raises TypeError: a name is not an option.
     :raises InvalidInputError: a value is of another type, or out of range.
     """
     options = read_options(declaration)

@@ -1,7 +1,8 @@
 """Limits of memory and CPU time of this process: the machine's, its cgroups' and its own.
 
-Python's standard library knows CPU affinity alone, and no portable interface tells a container's share, so
-the kernel's files are read here. cgroups of version 2 and 1 may both be mounted, and a parent's limit holds.
+Python's standard library knows only CPU affinity, and no portable interface reports a container's share, so
+the kernel's files are read here. cgroups of versions 2 and 1 may both be mounted; a parent's limit also
+holds.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["available_memory", "cpu_quota", "gibibytes", "require_memory"]
 
 _ROOT = Path("/")
 
-#: The kernel's estimate is on the safe side, and not all that is reserved is touched: allow 2 % more.
+#: The kernel's estimate is conservative, and not all reserved memory is touched: allow 2 % more.
 _TOLERANCE = 1.02
 
 #: Smaller requests are not checked: reading the figures takes 0.1 ms.
@@ -26,11 +27,11 @@ _SMALLEST_CHECKED = 32 << 20
 
 
 def available_memory(root: Path | None = None) -> int:
-    """Bytes that this process can take before the system kills it or refuses: an estimate.
+    """Estimate how many bytes this process can take before the system refuses or kills it.
 
     The least of: the machine's available memory with its free swap; the room in each cgroup up to the root,
-    with file caches that can be dropped; the room under RLIMIT_AS and RLIMIT_DATA. Where there is no /proc
-    (macOS): all of the machine's memory, for such systems swap as much as it takes.
+    with file caches that can be dropped; the room under RLIMIT_AS and RLIMIT_DATA. Without /proc (macOS), all
+    of the machine's memory: such systems swap without limit.
 
     :param root: where /proc and /sys are, for tests.
     """
@@ -50,7 +51,7 @@ def available_memory(root: Path | None = None) -> int:
 
 
 def cpu_quota(root: Path | None = None) -> float | None:
-    """CPUs' worth of time that the cgroups allow (``docker run --cpus=1.5``: 1.5); None for no such limit.
+    """CPU time that the cgroups allow, in CPUs (``docker run --cpus=1.5``: 1.5); None without a limit.
 
     :param root: where /proc and /sys are, for tests.
     """
@@ -66,7 +67,7 @@ def cpu_quota(root: Path | None = None) -> float | None:
 
 
 def require_memory(needed: int, what: str, advice: str) -> None:
-    """Refuse an allocation that would not fit into memory: malloc would succeed, and the kernel kill the
+    """Refuse an allocation that does not fit into memory: malloc would succeed, and the kernel would kill the
     process later.
 
     :param needed: bytes.
@@ -131,8 +132,8 @@ def _room_under_rlimits(root: Path) -> list[int]:
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
-    """The cgroups of this process that limit what `controller` counts, from its own up to the root of what
-    is mounted: (version, folder)."""
+    """The cgroups of this process that limit what `controller` counts, from its own up to the mounted root:
+    (version, folder)."""
     own = {}
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -176,7 +177,7 @@ def _text(path: Path) -> str:
 
 
 def _bytes(path: Path) -> int | None:
-    """A limit or a count; None where there is no file, or no limit."""
+    """A limit or a count; None without a file or a limit."""
     text = _text(path)
     # Version 1 writes the largest number of pages for no limit.
     return int(text) if text.isdigit() and int(text) < 2**62 else None

@@ -21,8 +21,7 @@ def usable_cpus() -> set[int]:
 
 
 def within_quota(n_cpus: int) -> int:
-    """The number of CPUs, or as many as the CPU quota of this process pays for (1.5 CPUs: 2), whichever is
-    less."""
+    """The number of CPUs, limited to the CPU quota of this process, rounded up (1.5 CPUs: 2)."""
     quota = _system_limits.cpu_quota()
     return n_cpus if quota is None else max(1, min(n_cpus, math.ceil(quota)))
 
@@ -46,7 +45,7 @@ def _physical_cores() -> int:
 def thread_count(n_threads: int | None) -> int:
     """`n_threads`, with a warning when it is too many; None: :func:`default_threads`.
 
-    :raises InvalidInputError: it is no number of threads.
+    :raises InvalidInputError: it is not a number of threads.
     """
     threads = default_threads() if n_threads is None else integer("n_threads", n_threads, 1)
     n_cpus = len(usable_cpus())
@@ -55,7 +54,7 @@ def thread_count(n_threads: int | None) -> int:
         limit = f"{n_cpus} CPUs" if usable == n_cpus else f"{usable} CPUs' worth of time (its CPU quota)"
         warnings.warn(
             f"n_threads={threads} is more than the {limit} of this process: the threads wait for each other "
-            "some hundred times a decode, and generating text takes up to three times as long",
+            "some hundred times a decode, and generation takes up to 3 times as long",
             RuntimeWarning,
             stacklevel=4,
         )

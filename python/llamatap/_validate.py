@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import os
 import reprlib
@@ -15,7 +16,18 @@ from numpy.typing import NDArray
 
 from llamatap.errors import InvalidInputError
 
-__all__ = ["NotCopied", "choice", "flag", "instance", "integer", "number", "path", "separate", "shown"]
+__all__ = [
+    "NotCopied",
+    "choice",
+    "finite_number",
+    "flag",
+    "instance",
+    "integer",
+    "number",
+    "path",
+    "separate",
+    "shown",
+]
 
 
 class _Repr(reprlib.Repr):
@@ -28,7 +40,7 @@ class _Repr(reprlib.Repr):
         try:
             return super().repr_int(x, level)
         except ValueError:
-            # Python writes no integer of more than some thousand digits.
+            # Python does not print integers of more than some thousand digits.
             return f"<an integer of {x.bit_length()} bits>"
 
 
@@ -36,7 +48,7 @@ _REPR = _Repr()
 
 
 def shown(value: object) -> str:
-    """`value` as errors show it: its repr, shortened where it is long."""
+    """`value` as errors show it: its repr, shortened if it is long."""
     try:
         return _REPR.repr(value)
     except Exception:
@@ -67,8 +79,33 @@ def number(name: str, value: object) -> float:
         raise InvalidInputError(f"{name} must be a number, not {shown(value)}") from None
 
 
+def finite_number(
+    name: str, value: object, low: float | None = None, high: float | None = None, above: float | None = None
+) -> float:
+    """`value` as a finite float within bounds.
+
+    :param above: an exclusive lower bound.
+    """
+    found = number(name, value)
+    bounds = (("at least", low), ("above", above), ("at most", high))
+    fits = math.isfinite(found) and not (
+        (low is not None and found < low)
+        or (above is not None and found <= above)
+        or (high is not None and found > high)
+    )
+    if fits:
+        return found
+    if low is not None and high is not None:
+        expected = f"in {low:g}..{high:g}"
+    else:
+        expected = " and ".join(
+            ["finite", *(f"{word} {bound:g}" for word, bound in bounds if bound is not None)]
+        )
+    raise InvalidInputError(f"{name} must be {expected}, not {shown(found)}")
+
+
 def flag(name: str, value: object) -> bool:
-    """`value` as a bool; anything else is refused, as a text such as "no" would count as true."""
+    """`value` as a bool; anything else is refused, because a text such as "no" would count as true."""
     if not isinstance(value, (bool, np.bool_)):
         raise InvalidInputError(f"{name} must be True or False, not {shown(value)}")
     return bool(value)
@@ -77,7 +114,7 @@ def flag(name: str, value: object) -> bool:
 def instance(name: str, value: object, kind: type, called: str | None = None) -> None:
     """Check that `value` is a `kind`.
 
-    :param called: the name of `kind` in the error, where it is not its own.
+    :param called: the name of `kind` in the error, if not its own.
     """
     if not isinstance(value, kind):
         raise InvalidInputError(f"{name} must be a {called or kind.__name__}, not {type(value).__name__}")
@@ -86,7 +123,7 @@ def instance(name: str, value: object, kind: type, called: str | None = None) ->
 def choice(name: str, value: object, choices: Sequence[str], optional: bool = False) -> str:
     """`value`, checked to be one of `choices`.
 
-    :param optional: whether None may be given too, for the message.
+    :param optional: whether None is allowed too, for the message.
     """
     if isinstance(value, str) and value in choices:
         return value

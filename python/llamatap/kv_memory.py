@@ -15,8 +15,8 @@ class Memory(NotCopied):
 
     Ranges of positions are half-open, ``[p0, p1)``; None stands for the start and for the end.
 
-    While :func:`llamatap.generate` runs in the context, or a :class:`llamatap.Session` holds it, calls that
-    change the memory raise BusyError.
+    While a generation or a :class:`llamatap.Session` uses the context, calls that change the memory raise
+    BusyError.
     """
 
     def __init__(self, readable: Callable[[], _core.Context], writable: Callable[[], _core.Context]) -> None:
@@ -25,33 +25,33 @@ class Memory(NotCopied):
         self._writable = writable
 
     def clear(self) -> None:
-        """Forget all sequences, and set the whole cache to zero."""
+        """Remove all sequences, and set the whole cache to zero."""
         self._writable().memory_clear()
 
     def remove(self, seq: int, p0: int | None = None, p1: int | None = None) -> None:
-        """Forget the positions ``[p0, p1)`` of a sequence. Once no sequence is left, the cache is set to
+        """Remove the positions ``[p0, p1)`` of a sequence. Once no sequence is left, the cache is set to
         zero; until then, NaN that a removed sequence left in it can reach others.
 
         :param p0: None for the beginning.
         :param p1: None for the end.
-        :raises InvalidInputError: no such sequence id, or positions that are no range.
-        :raises UnsupportedError: the memory cannot forget a part: a recurrent model's, or a sliding
+        :raises InvalidInputError: no such sequence id, or an invalid range of positions.
+        :raises UnsupportedError: the memory cannot remove a part: a recurrent model's, or a sliding
             window's without ``swa_full``.
         """
         self._writable().memory_remove(sequence_id(seq), _position(p0), _position(p1))
 
     def copy(self, source: int, target: int, p0: int | None = None, p1: int | None = None) -> None:
-        """Give ``target`` the positions ``[p0, p1)`` of ``source`` too, replacing what it holds there; a
-        whole sequence replaces all that it holds.
+        """Copy the positions ``[p0, p1)`` of ``source`` to ``target``, replacing what it holds there; a whole
+        sequence replaces all that it holds.
 
-        :raises InvalidInputError: no such sequence id, or positions that are no range.
-        :raises UnsupportedError: a part of a sequence, where only a whole one can be copied; or a part
-            without what its sliding windows reach back to.
+        :raises InvalidInputError: no such sequence id, or an invalid range of positions.
+        :raises UnsupportedError: a part of a sequence, where only whole ones can be copied; or a part without
+            the tokens that its sliding windows reach back to.
         """
         self._writable().memory_copy(sequence_id(source), sequence_id(target), _position(p0), _position(p1))
 
     def keep(self, seq: int) -> None:
-        """Forget all sequences but one.
+        """Remove all sequences except one.
 
         :raises InvalidInputError: no such sequence id.
         """
@@ -59,12 +59,12 @@ class Memory(NotCopied):
 
     def shift(self, seq: int, p0: int | None, p1: int | None, delta: int) -> None:
         """Move the positions ``[p0, p1)`` of a sequence by ``delta``. Positions that it shares with other
-        sequences (:meth:`copy`, batches of several sequences) move in those too.
+        sequences (:meth:`copy`, batches of several sequences) move there too.
 
-        :raises InvalidInputError: no such sequence id, or positions that are no range; or two tokens of a
-            sequence, of this one or of one that shares some, would come to one position.
-        :raises UnsupportedError: the model's positions cannot be moved; a recurrent model's only in whole
-            sequences that share nothing.
+        :raises InvalidInputError: no such sequence id, or an invalid range of positions; or two tokens of a
+            sequence, this one or one that shares some, would get the same position.
+        :raises UnsupportedError: the model's positions cannot be moved; those of a recurrent model only in
+            whole sequences that share nothing.
         """
         self._writable().memory_shift(sequence_id(seq), _position(p0), _position(p1), integer("delta", delta))
 

@@ -41,7 +41,7 @@ Negative ids count from the end in ``llamatap`` and ``transformers``, and are re
 
 ``transformers`` is its ``hidden_states[k]``, as version 5 counts; about a hundred of its model classes were
 run to check that (tests/data/layer_numbers.json). The code of some checkpoints (``trust_remote_code``) may
-count otherwise. Without an architecture, ids are counted as Llama counts: of a loaded model, pass
+count otherwise. Without an architecture, ids are counted as for Llama: for a loaded model, pass
 ``arch=model.arch``, or use :func:`translate_for`, which does.
 """
 
@@ -97,7 +97,7 @@ class LayeredModel(Protocol):
 
 @dataclass(frozen=True)
 class Convention:
-    """How a system numbers the states of a model with n blocks."""
+    """A system's numbering of the states of a model with n blocks."""
 
     name: str
     #: H of its id 0: 0 when its id k is H_k, 1 when it is H_{k+1}.
@@ -108,7 +108,7 @@ class Convention:
     negative: bool = False
     #: Whether H_n has an id.
     has_last: bool = True
-    #: Ids whose entries are no H_i: the "first", or the "inner" ones, from there to the last.
+    #: Ids whose entries are not an H_i: the "first", or the "inner" ones between the first and the last.
     unnamed: Literal["none", "first", "inner"] = "none"
     #: Meaning of those entries, for errors.
     why: str = ""
@@ -188,7 +188,7 @@ CONVENTIONS: dict[str, Convention] = {
 _AFTER_BLOCKS = Convention("transformers", 1, last_is_norm=True, negative=True)
 _NO_FINAL_NORM = CONVENTIONS["transformers"].without_norm()
 
-#: Conventions of transformers for architectures (general.architecture of a file) that it counts unlike Llama.
+#: Conventions of transformers for architectures (general.architecture of a file) that differ from Llama's.
 _OF_TRANSFORMERS: dict[str, Convention] = {
     # These append a state after each block, and none before the first.
     "mamba": _AFTER_BLOCKS,
@@ -258,7 +258,7 @@ def translate(
     :param final_norm: whether the model has a norm after its last block (``model.layer_map.has_norm``). BERT
         has none, as its blocks end in norms; the last entry of transformers is then H_n.
     :param arch: the model's architecture as its file names it (``model.arch``): transformers counts some
-        unlike Llama. None: as Llama.
+        differently from Llama. None: as for Llama.
     :raises InvalidInputError: an unknown system, an id out of its range, a state that the target
         has no id for, or an argument of another type.
     """
@@ -325,5 +325,5 @@ def default_eagle3_layers(n_layer: int) -> list[int]:
     """
     n_layer = integer("n_layer", n_layer, 1)
     if n_layer < 5:
-        raise InvalidInputError(f"a model of {n_layer} blocks has no three such layers")
+        raise InvalidInputError(f"a model of {n_layer} blocks has too few layers for EAGLE-3, which needs 5")
     return [2, n_layer // 2, n_layer - 3]

@@ -1,4 +1,4 @@
-"""LoadedModel: a GGUF file loaded as a model, below the contexts that are made of it."""
+"""LoadedModel: a GGUF file loaded as a model, without the contexts that are made of it."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ class LoadedModel(Tokenizer, Closeable):
         return self._native is None
 
     def close(self) -> None:
-        """Give up the model; its memory is freed once its contexts are closed too.
+        """Release the model; its memory is freed once its contexts are closed too.
 
-        :raises BusyError: this thread is extracting with it (a signal handler or a log handler calls).
+        :raises BusyError: called while this thread is extracting with it (in a signal or log handler).
         """
         for action in list(self._at_close):
             action()
@@ -142,7 +142,7 @@ class LoadedModel(Tokenizer, Closeable):
 
     @property
     def n_embd_input(self) -> int:
-        """The width of embeddings that a batch may carry in place of tokens."""
+        """The width of embeddings that a batch may carry instead of tokens."""
         return native_of(self).n_embd_input
 
     @property
@@ -156,12 +156,12 @@ class LoadedModel(Tokenizer, Closeable):
 
     @property
     def n_params(self) -> int:
-        """Elements of all tensors."""
+        """Number of elements of all tensors."""
         return native_of(self).n_params
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors in bytes."""
         return native_of(self).size_bytes
 
     @property
@@ -171,12 +171,12 @@ class LoadedModel(Tokenizer, Closeable):
 
     @property
     def devices(self) -> list[str]:
-        """The GPUs that may hold layers; empty when all is on the CPU."""
+        """The GPUs that may hold layers; empty if all layers are on the CPU."""
         return native_of(self).device_names
 
     @functools.cached_property
     def layer_map(self) -> _core.LayerMap:
-        """Map from each layer to the engine's graph node that gives it: found at the first use, then kept.
+        """Map from each layer to the engine's graph node that gives it: found on first use, then cached.
 
         :raises UnsupportedError: the model carries no single residual stream.
         """
@@ -204,7 +204,7 @@ def _require_regular_file(path: Path) -> None:
         raise ModelLoadError(f"{path} is a folder; give the GGUF file in it")
     # Loading must not wait for the writer of a pipe.
     if not stat.S_ISREG(status.st_mode):
-        raise ModelLoadError(f"{path} is no regular file")
+        raise ModelLoadError(f"{path} is not a regular file")
 
 
 def _warn_without_gpu(n_gpu_layers: int) -> None:

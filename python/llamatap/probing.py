@@ -29,9 +29,9 @@ run_child(sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4]))
 class LayerProbe:
     """One layer of a model, computed on 16 arbitrary tokens."""
 
-    #: 0..n, or "norm".
+    #: Layer id: 0..n, or "norm".
     layer: int | str
-    #: The engine's name for the tensor; an operation in parentheses where it has none.
+    #: The engine's name of the tensor; without one, its operation in parentheses.
     node: str
     #: Root mean square of the values; NaN when they are not finite.
     rms: float
@@ -80,15 +80,15 @@ class Probe:
 
 
 def probe(path: str | os.PathLike[str], *, timeout: float = 600.0, n_threads: int | None = None) -> Probe:
-    """Try a GGUF file without risk: a child process loads it and computes with it.
+    """Try a GGUF file safely: a child process loads it and computes with it.
 
-    The engine trusts its files: a broken one can end the process that loads it, in spite of all checks. Here
-    that is the child, and the result says so.
+    The engine trusts its files: a broken one can crash the process that loads it, in spite of all checks.
+    Here that is the child process, and the result says so.
 
     :param timeout: seconds until the child is given up.
-    :param n_threads: threads of the engine; None for one a physical core, within the CPU quota.
-    :raises InvalidInputError: ``path`` is no path, ``timeout`` is not above 0, or ``n_threads`` is no number
-        of threads.
+    :param n_threads: threads of the engine; None for one per physical core, within the CPU quota.
+    :raises InvalidInputError: ``path`` is not a path, ``timeout`` is not above 0, or ``n_threads`` is not a
+        number of threads.
     """
     # Imported here: that takes a while, and llamatap is imported more often than it probes.
     import signal
@@ -141,8 +141,8 @@ def probe(path: str | os.PathLike[str], *, timeout: float = 600.0, n_threads: in
 
 
 def run_child(path: str, results: int, n_threads: int | None) -> None:
-    """The child's part of :func:`probe`: write each finding at once, one JSON object a line, as the next step
-    may end the process.
+    """The child's part of :func:`probe`: write each finding at once, one JSON object per line, because the
+    next step may crash the process.
 
     :param results: the file descriptor to write to.
     """

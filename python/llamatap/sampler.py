@@ -27,41 +27,45 @@ _MOST_BIAS = 1e6
 
 
 class SamplingOptions(TypedDict, total=False):
-    """How tokens are chosen: the keyword arguments of :class:`Sampler`, and some of :func:`generate`."""
+    """Sampling options: the keyword arguments of :class:`Sampler`, and some of :func:`generate`."""
 
-    temperature: Annotated[float, Option(0.0, "0 takes the most likely token")]
-    top_k: Annotated[int, Option(0, "keep the k most likely tokens; 0 is off")]
-    top_p: Annotated[float, Option(1.0, "keep the smallest set whose probability reaches p; 1 is off")]
+    temperature: Annotated[float, Option(0.0, "0 takes the most likely token", low=0)]
+    top_k: Annotated[int, Option(0, "keep the k most likely tokens; 0 is off", low=0)]
+    top_p: Annotated[
+        float, Option(1.0, "keep the smallest set whose probability reaches p; 1 is off", above=0, high=1)
+    ]
     min_p: Annotated[
-        float, Option(0.0, "drop tokens less likely than min_p times the most likely one; 0 is off")
+        float,
+        Option(0.0, "drop tokens less likely than min_p times the most likely one; 0 is off", low=0, high=1),
     ]
     repeat_penalty: Annotated[
-        float, Option(1.0, "divides (or, when negative, multiplies) the logits of recent tokens; 1 is off")
+        float,
+        Option(1.0, "divides (or, when negative, multiplies) the logits of recent tokens; 1 is off", above=0),
     ]
     frequency_penalty: Annotated[float, Option(0.0, "subtracted for each recent occurrence of a token")]
     presence_penalty: Annotated[float, Option(0.0, "subtracted once for a recent token")]
-    penalty_last_n: Annotated[int, Option(64, "how many tokens are recent, 2**20 at most")]
+    penalty_last_n: Annotated[
+        int, Option(64, "number of tokens that count as recent, at most 2**20", low=0, high=2**20)
+    ]
     logit_bias: Annotated[
         Mapping[int, float] | None,
-        Option(None, "by token id, what is added to its logit before all else; -infinity rules a token out"),
+        Option(None, "by token id: added to its logit before all else; -infinity excludes a token"),
     ]
     # The engine reads 2**32-1 as "draw a seed", which would not be reproducible.
     seed: Annotated[
         int | None,
-        Option(
-            None, "seed of the random numbers, 0..2**32-2; drawn if it is not given", low=0, high=2**32 - 2
-        ),
+        Option(None, "random seed, 0..2**32-2; drawn if not given", low=0, high=2**32 - 2),
     ]
 
 
 @takes_options(SamplingOptions)
 class Sampler(NativeOwner[_core.Sampler]):
-    """The engine's sampler chain: logit bias, penalties, top-k, top-p, min-p, temperature, draw.
+    """The engine's sampler chain: logit bias, penalties, top-k, top-p, min-p, temperature, random choice.
     One thread at a time: a second one gets BusyError.
 
     :param model: the model whose tokens are chosen.
     :options:
-    :ivar seed: the seed that was given or drawn.
+    :ivar seed: the given or drawn seed.
     :raises InvalidInputError: a value is out of range, or no number.
     """
 
@@ -76,18 +80,18 @@ class Sampler(NativeOwner[_core.Sampler]):
         return self._native
 
     def sample(self, context: Context, row: int = -1) -> int:
-        """Draw a token from the logits of an entry of the last batch, and note it for the penalties.
+        """Sample a token from the logits of an entry of the last batch, and count it for the penalties.
 
         :param row: which entry; negative ones count from the end of the batch.
 
-        :raises InvalidInputError: as :meth:`sample_logits`, or there are no such logits.
+        :raises InvalidInputError: as in :meth:`sample_logits`, or there are no such logits.
         :raises BusyError: another thread uses this sampler or the context.
         """
         instance("context", context, Context)
         return self._native.sample(native_of(context), integer("row", row))
 
     def sample_logits(self, logits: NDArray[np.float32]) -> int:
-        """Draw a token from float32 ``(n_vocab,)`` logits, and note it for the penalties.
+        """Sample a token from float32 ``(n_vocab,)`` logits, and count it for the penalties.
 
         :raises InvalidInputError: another length or dtype; NaN or infinity among them, or
             -infinity throughout; or they overflow when divided by the temperature.
@@ -99,11 +103,11 @@ class Sampler(NativeOwner[_core.Sampler]):
         return self._native.sample_logits(logits)
 
     def accept(self, token: int) -> None:
-        """Note a token that was not drawn here, e.g. of the prompt, for the penalties."""
+        """Count a token that was not sampled here, e.g. of the prompt, for the penalties."""
         self._native.accept(integer("a token id", token))
 
     def reset(self) -> None:
-        """Start again: no tokens noted, random numbers from the seed."""
+        """Start again: no recent tokens, random numbers from the seed."""
         self._native.reset()
 
 
@@ -120,7 +124,7 @@ def _biases(model: LoadedModel, given: Mapping[int, float] | None) -> list[tuple
         if not (abs(value) <= _MOST_BIAS or value == -math.inf):
             raise InvalidInputError(
                 f"the logit_bias of token {index} must be in -{_MOST_BIAS:g}..{_MOST_BIAS:g}, or -inf, which "
-                f"rules it out, not {value}"
+                f"excludes it, not {value}"
             )
         found.append((index, value))
     return found

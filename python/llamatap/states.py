@@ -1,15 +1,12 @@
-"""Captured hidden states and their provenance; files of them."""
+"""Captured hidden states and their provenance; saving and loading them."""
 
 from __future__ import annotations
 
 import copy
-import errno
 import functools
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -21,11 +18,11 @@ from llamatap._validate import flag, integer, shown
 from llamatap._validate import path as checked_path
 from llamatap.errors import InvalidInputError
 from llamatap.layers import LayerId
-from llamatap.storage.atomic_writes import atomic_path
 from llamatap.storage.model_files import ModelFiles
-from llamatap.storage.safetensors_metadata import JSON_KEYS, from_metadata, to_metadata
+from llamatap.storage.safetensors_metadata import JSON_KEYS
+from llamatap.storage.tensor_files import read_tensors, write_tensors
 
-__all__ = ["DTYPES", "Source", "States", "array_facts", "check_finite", "dtype_name", "write_tensors"]
+__all__ = ["DTYPES", "Source", "States", "array_facts", "check_finite", "dtype_name"]
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -79,7 +76,7 @@ def typed_view(array: NDArray[Any], name: str) -> NDArray[Any]:
 
 
 def array_facts(layers: Sequence[LayerId], dtype: str) -> dict[str, Any]:
-    """Provenance that tells what an array of states holds: its layers, how they are numbered, its dtype."""
+    """Provenance that describes an array of states: its layers, their numbering, its dtype."""
     return {
         "layers": list(layers),
         "convention": "llamatap: id i is the residual stream that enters block i, n the one after "
@@ -98,12 +95,12 @@ class Source:
 
     @functools.cached_property
     def facts(self) -> dict[str, Any]:
-        """The facts, with the model's sha256 (computed once a file, then remembered)."""
+        """The facts, with the model's sha256 (computed once per file, then cached)."""
         return {"model": self._files.paths[0].name, "model_sha256": self._files.sha256(), **self._facts}
 
 
 class States:
-    """Hidden states of some layers, one row a token.
+    """Hidden states of some layers, one row per token.
 
     :ivar array: ``(n_tokens, n_layers, n_embd)``, or ``(n_layers, n_embd)`` when pooled; float32,
         float16 or bfloat16; a read-only view of native memory (with ``out``: of that array).
@@ -143,13 +140,12 @@ class States:
         """Origin and description of the states.
 
         ``model`` (file name), ``model_sha256`` (of a split model: of the lines with its shards' sha256, in
-        order; None when a file is gone or was replaced), ``arch``,
-        ``file_type``, ``weights`` (what they were converted to, if they were), ``n_layer``, ``n_embd``,
-        ``engine_commit``, ``llamatap_version``, ``backend``, ``type_k``, ``type_v``, ``flash_attention``,
-        ``layers``, ``convention``, ``norm`` ("pre" or "post" of each layer), ``dtype``, and the further
-        arguments that were given (``window``, ``pooling``, ``max_length``, ``rows``, ``preset``). Extraction
-        adds ``prompt_tokens`` (how many the prompt has) and ``truncated`` (:attr:`truncated`).
-        The first use hashes the model file, once.
+        order; None if a file is gone or was replaced), ``arch``, ``file_type``, ``weights`` (the type that
+        they were converted to, if any), ``n_layer``, ``n_embd``, ``engine_commit``, ``llamatap_version``,
+        ``backend``, ``type_k``, ``type_v``, ``flash_attention``, ``layers``, ``convention``, ``norm`` ("pre"
+        or "post" for each layer), ``dtype``, and further arguments of the call (``window``, ``pooling``,
+        ``max_length``, ``rows``, ``preset``). Extraction adds ``prompt_tokens`` (the length of the prompt)
+        and ``truncated`` (:attr:`truncated`). The first use hashes the model file, once.
         """
         return {
             **(self._source.facts if self._source is not None else {}),
@@ -158,18 +154,18 @@ class States:
         }
 
     def with_details(self, **details: Any) -> States:
-        """The same states, in the same memory, with more in their :attr:`provenance`.
+        """The same states, in the same memory, with more entries in their :attr:`provenance`.
 
-        :param details: how the states were made: strings, numbers and other values of JSON. Files keep them.
-        :raises InvalidInputError: a value is none of JSON's, or a name is one that describes the arrays.
+        :param details: how the states were made: strings, numbers and other JSON values. Files keep them.
+        :raises InvalidInputError: a value is not a JSON value, or a name is one that describes the arrays.
         """
         if taken := sorted(_NOT_DETAILS & details.keys()):
-            raise InvalidInputError(f"{', '.join(taken)} cannot be given: the states tell of it themselves")
+            raise InvalidInputError(f"{', '.join(taken)} cannot be given: the states already record it")
         try:
             # In the form that a file gives back: tuples become lists.
             details = json.loads(json.dumps(details, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidInputError(f"details must be what JSON has: {error}") from error
+            raise InvalidInputError(f"details must be JSON values: {error}") from error
         states = copy.copy(self)
         states._details = {**self._details, **details}
         if (known := self.__dict__.get("provenance")) is not None:
@@ -191,31 +187,30 @@ class States:
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
         """:attr:`array`, for ``numpy.asarray`` and similar functions.
 
-        :raises ValueError: ``copy=False``, and another dtype takes a copy.
+        :raises ValueError: ``copy=False``, but another dtype needs a copy.
         """
         wanted = self.array.dtype if dtype is None else np.dtype(dtype)
         if not copy and wanted == self.array.dtype:
             return self.array
         if copy is False:
-            raise ValueError(f"{self.array.dtype} as {wanted} takes a copy, which copy=False forbids")
+            raise ValueError(f"{self.array.dtype} as {wanted} needs a copy, which copy=False forbids")
         return self.array.astype(wanted)
 
     def __getitem__(self, layer: LayerId) -> NDArray[Any]:
         """The states of one layer: ``(n_tokens, n_embd)``, ``(n_embd,)`` when pooled; a view.
 
-        :raises InvalidInputError: the layer is not among those asked for.
+        :raises InvalidInputError: the layer was not captured.
         """
         (wanted,) = layer_ids.normalize([layer], self._n_layer)
         if wanted not in self.layers:
-            raise InvalidInputError(f"layer {shown(layer)} was not asked for; there are {list(self.layers)}")
+            raise InvalidInputError(f"layer {shown(layer)} was not captured; there are {list(self.layers)}")
         column: NDArray[Any] = self.array[..., self.layers.index(wanted), :]
         return column
 
     def select(self, layers: Iterable[LayerId] | LayerId) -> States:
-        """The states of some of the layers, in the order given: a view when they are all of them, else a
-        copy.
+        """Select layers, in the given order: the same object if they are all of them, else a copy.
 
-        :raises InvalidInputError: a layer is not among those asked for.
+        :raises InvalidInputError: a layer was not captured.
         """
         wanted = layer_ids.normalize(layers, self._n_layer)
         if wanted == self.layers:
@@ -234,10 +229,10 @@ class States:
         )
 
     def nonfinite_layers(self) -> list[LayerId]:
-        """The layers with NaN or infinity in them.
+        """The layers that contain NaN or infinity.
 
-        They come from weights or embeddings that hold some, or from a value beyond the dtype: float16 ends at
-        65504, which the residual streams of some models exceed; bfloat16 has the range of float32.
+        These come from the weights or embeddings, or from an overflow of the dtype: float16 ends at 65504,
+        which the residual streams of some models exceed; bfloat16 has the range of float32.
         """
         columns = enumerate(self.layers)
         return [layer for column, layer in columns if not np.isfinite(self.array[..., column, :]).all()]
@@ -245,14 +240,14 @@ class States:
     def save(self, path: str | os.PathLike[str], *, allow_nonfinite: bool = False) -> None:
         """Write a safetensors file: ``hidden_states``, ``tokens``, and the provenance as metadata.
 
-        The file appears whole or not at all; its folder must exist.
+        The write is atomic; the folder must exist.
 
-        :param allow_nonfinite: write NaN and infinity too, which spoil what is trained on them.
+        :param allow_nonfinite: write NaN and infinity too, which spoil training.
         :raises InvalidInputError: there are such values, and they are not allowed.
         :raises OSError: it cannot be written.
         """
         if not allow_nonfinite:
-            check_finite(self, ", or write them all the same with allow_nonfinite")
+            check_finite(self, ", or write them anyway with allow_nonfinite")
         write_tensors(path, {"hidden_states": self.array, "tokens": self.tokens}, self.provenance)
 
     @classmethod
@@ -260,32 +255,25 @@ class States:
         """Read a file that :meth:`save` wrote, or another file of the states of one text: of ``llamatap
         encode``, of a connector, of a data set in the layout ``speculators``, or a body of the server.
 
-        :raises InvalidInputError: it is no such file.
+        :raises InvalidInputError: it is not such a file.
         :raises OSError: it cannot be read.
         """
-        from safetensors import SafetensorError, safe_open
-
         path = checked_path("path", path)
         if not path.is_file():
             raise FileNotFoundError(f"no such file: {path}")
         try:
-            with safe_open(path, framework="np") as file:
-                names = list(file.keys())
-                if several := sorted(name for name in names if name.startswith("hidden_states.")):
-                    raise ValueError(
-                        f"it is of several prompts ({', '.join(several)}); read it with safetensors"
-                    )
-                tensors = {name: file.get_tensor(name) for name in names if name in _TENSORS}
-                found = from_metadata(file.metadata() or {})
-            return cls._of_file(tensors, found)
-        except (SafetensorError, KeyError, AttributeError, TypeError, ValueError, OverflowError) as error:
+            tensors, fields, others = read_tensors(path, _TENSORS)
+            if several := [name for name in others if name.startswith("hidden_states.")]:
+                raise ValueError(f"it holds several prompts ({', '.join(several)}); read it with safetensors")
+            return cls._of_file(tensors, fields)
+        except (KeyError, AttributeError, TypeError, ValueError, OverflowError) as error:
             raise InvalidInputError(f"{path} holds no states of llamatap: {error}") from error
 
     @classmethod
     def _of_file(cls, tensors: Mapping[str, NDArray[Any]], fields: dict[str, Any]) -> States:
         """Make states of a file's tensors and metadata.
 
-        :raises KeyError, ValueError, TypeError, AttributeError, OverflowError: it is no file of states.
+        :raises KeyError, ValueError, TypeError, AttributeError, OverflowError: it is not a file of states.
         """
         if "provenance" in fields:
             # A body of the server: beside the provenance, layers are numbered as in the request.
@@ -308,13 +296,13 @@ class States:
         ids = fields.pop("token_ids") if of_pipeline else tensors.get("tokens", tensors.get("token_ids"))
         tokens = np.array(ids, np.int32)
         if not np.array_equal(tokens, np.asarray(ids)):
-            raise ValueError("its tokens are no ids")
+            raise ValueError("its tokens are not ids")
         rows = () if fields.get("pooling") else (len(tokens),)
         expected = (*rows, len(layers), n_embd)
         # A file of one layer may lack the axis of layers.
         shapes = (expected, (*rows, n_embd)) if len(layers) == 1 else (expected,)
         if array.shape not in shapes or tokens.ndim != 1:
-            raise ValueError(f"{names[0]} of {array.shape}, where the metadata tells of {expected}")
+            raise ValueError(f"{names[0]} has the shape {array.shape}, but the metadata says {expected}")
         array = array.reshape(expected)
         array.flags.writeable = tokens.flags.writeable = False
         states = cls(array, tokens, layers, n_layer=n_layer)
@@ -324,12 +312,12 @@ class States:
 
 
 def captured_rows(states: States) -> str | None:
-    """The tokens whose rows were captured: the ``rows`` of the provenance; None where it has none."""
+    """The tokens whose rows were captured: ``rows`` of the provenance; None if it has none."""
     return states._details.get("rows")
 
 
 def join_states(parts: Sequence[States], dtype: np.dtype[Any] | None = None) -> States:
-    """A copy of the states of several spans of a text, one after the other, with their context's provenance.
+    """Concatenate the states of consecutive spans of a text (a copy), with their context's provenance.
 
     :param dtype: the dtype to convert to; None keeps it.
     """
@@ -342,9 +330,9 @@ def join_states(parts: Sequence[States], dtype: np.dtype[Any] | None = None) -> 
 
 
 def check_finite(states: States, otherwise: str = "") -> None:
-    """Check that the states hold neither NaN nor infinity.
+    """Check that the states contain neither NaN nor infinity.
 
-    :param otherwise: what else to do, for the end of the message.
+    :param otherwise: further advice, for the end of the message.
     :raises InvalidInputError: they do.
     """
     if layers := states.nonfinite_layers():
@@ -353,31 +341,3 @@ def check_finite(states: States, otherwise: str = "") -> None:
         raise InvalidInputError(
             f"NaN or infinity in layers {layers} ({dtype}): nothing was written; {advice}{otherwise}"
         )
-
-
-def write_tensors(
-    path: str | os.PathLike[str], tensors: Mapping[str, NDArray[Any]], provenance: Mapping[str, Any]
-) -> None:
-    """Write a safetensors file, whole or not at all, with the provenance as its metadata
-    (:mod:`llamatap.storage.safetensors_metadata`).
-
-    :raises OSError: it cannot be written.
-    """
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
-
-    if not (folder := Path(path).parent).is_dir():
-        raise FileNotFoundError(f"no such folder: {folder}")
-    with atomic_path(Path(path)) as scratch:
-        try:
-            # Written from the arrays' own memory; through bytes it would take two more copies.
-            save_file(
-                {name: np.ascontiguousarray(array) for name, array in tensors.items()},
-                scratch,
-                metadata=to_metadata(provenance),
-            )
-        except SafetensorError as error:
-            # safetensors raises its own error even for errors of the system, such as a full disk.
-            number = re.search(r"os error (\d+)", str(error))
-            code = int(number[1]) if number else errno.EIO
-            raise OSError(code, os.strerror(code), os.fspath(path)) from error

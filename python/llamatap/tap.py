@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Literal
 
 from llamatap._engine_context import Capture, EngineContext
@@ -15,9 +14,9 @@ __all__ = ["Tap"]
 
 
 class Tap(NotCopied):
-    """Captures the states of each decode of a context while a ``with`` block has it open; see
-    :meth:`Context.tap`. It may be opened again later. One that was entered without ``with`` is closed when
-    the last reference to it goes."""
+    """Captures the states of each decode of a context inside a ``with`` block; see :meth:`Context.tap`. It
+    may be opened again later. A tap that was entered without ``with`` is closed when its last reference is
+    gone."""
 
     def __init__(self, engine: EngineContext, capture: Capture) -> None:
         self._engine = engine
@@ -31,7 +30,7 @@ class Tap(NotCopied):
 
     @property
     def rows(self) -> Literal["all", "outputs"]:
-        """Whether all entries of a batch have a row, or its outputs alone."""
+        """Whether all entries of a batch have a row, or only its outputs."""
         return self._capture.rows
 
     @property
@@ -40,27 +39,22 @@ class Tap(NotCopied):
         return self._capture.dtype
 
     def __enter__(self) -> Tap:
-        self._engine.native  # noqa: B018  a closed context is told now rather than at the first decode
+        self._engine.native  # noqa: B018  raises now, not at the first decode, if the context is closed
         if self._engine.capture is not None:
-            raise InvalidInputError("a tap is open on this context already; ask it for all layers")
+            raise InvalidInputError("this context already has an open tap; request all layers from it")
         self._capture.states = None
         self._entered = True
         self._engine.capture = self._capture
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._engine.capture is self._capture:
             self._engine.capture = None
 
     @property
     def states(self) -> States:
-        """The states of the last decode, rows in the order of the batch; with ``rows="outputs"``, of its
-        outputs alone. Arrays of earlier decodes stay valid.
+        """The states of the last decode, rows in the order of the batch; with ``rows="outputs"``, only of its
+        outputs. Arrays of earlier decodes stay valid.
 
         :raises InvalidInputError: nothing was decoded yet.
         """

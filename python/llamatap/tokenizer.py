@@ -70,22 +70,22 @@ class Tokenizer(NativeOwner[_core.Model]):
 
     @property
     def bos_token(self) -> int | None:
-        """The id of the token that begins a text; None where the vocabulary has none."""
+        """The id of the token that begins a text; None if the vocabulary has none."""
         return native_of(self).bos
 
     @property
     def eos_token(self) -> int | None:
-        """The id of the token that ends a text; None where the vocabulary has none."""
+        """The id of the token that ends a text; None if the vocabulary has none."""
         return native_of(self).eos
 
     def tokenize(
         self, text: str, *, add_special: bool = True, parse_special: bool = True
     ) -> NDArray[np.int32]:
-        """Text to token ids, int32 ``(n,)``.
+        """Convert a text to token ids, int32 ``(n,)``.
 
-        :param add_special: add BOS and EOS (CLS and SEP) where the file says so. A text that brings its own
-            (a rendered chat template, say) does not get a second one.
-        :param parse_special: read special tokens in the text as such, not as plain text.
+        :param add_special: add BOS and EOS (CLS and SEP) if the file says so. A text that has its own (e.g. a
+            rendered chat template) does not get a second one.
+        :param parse_special: parse special tokens in the text; otherwise they are plain text.
         :raises UnsupportedError: the file has no tokenizer.
         """
         native = native_of(self)
@@ -97,7 +97,7 @@ class Tokenizer(NativeOwner[_core.Model]):
         first, last = self.added_tokens
         if first is not None and len(tokens) > 1 and tokens[0] == tokens[1] == first:
             tokens = tokens[1:]
-        # A BOS that was added in front is not the text's own, even where EOS is the same token.
+        # An added BOS is not the text's own, even if EOS is the same token.
         fewest = 1 if first is None else 2
         if last is not None and len(tokens) > fewest and tokens[-1] == tokens[-2] == last:
             tokens = tokens[:-1]
@@ -105,9 +105,7 @@ class Tokenizer(NativeOwner[_core.Model]):
 
     @functools.cached_property
     def added_tokens(self) -> tuple[int | None, int | None]:
-        """The tokens that ``add_special`` puts before and after a text: BOS and EOS, or CLS and SEP.
-
-        None where it puts none.
+        """The tokens that ``add_special`` puts before and after a text: BOS and EOS, or CLS and SEP, or None.
 
         :raises UnsupportedError: the file has no tokenizer.
         """
@@ -118,7 +116,7 @@ class Tokenizer(NativeOwner[_core.Model]):
         return (alone[0], alone[-1]) if alone else (None, None)
 
     def detokenize(self, tokens: ArrayLike, *, skip_special: bool = False) -> str:
-        """Token ids to text; bytes that are no UTF-8 become U+FFFD.
+        """Convert token ids to text; invalid UTF-8 becomes U+FFFD.
 
         :param skip_special: leave out special tokens.
         :raises InvalidInputError: an id is outside of the vocabulary.
@@ -128,9 +126,9 @@ class Tokenizer(NativeOwner[_core.Model]):
         return text.decode(errors="replace")
 
     def token_bytes(self, token: int, *, special: bool = True) -> bytes:
-        """The bytes of one token, which need not be whole UTF-8 characters.
+        """The bytes of one token, which may be a part of a UTF-8 character.
 
-        :param special: whether special tokens have their text; else they have none.
+        :param special: whether special tokens have their text; otherwise they are empty.
         """
         return native_of(self).piece(integer("a token id", token), flag("special", special))
 
@@ -153,9 +151,9 @@ class Tokenizer(NativeOwner[_core.Model]):
     ) -> str:
         """Render messages as the model was trained to read them.
 
-        :param messages: mappings with ``role`` and ``content``, and whatever else the template knows.
+        :param messages: mappings with ``role`` and ``content``, and other keys that the template reads.
         :param add_generation_prompt: end with the start of an assistant's turn.
-        :param template: a template in place of the file's own.
+        :param template: a template to use instead of the file's own.
         :param kwargs: variables for the template, e.g. ``tools`` or ``enable_thinking``.
         :returns: text with special tokens in it; :meth:`tokenize` adds no second BOS.
         :raises UnsupportedError: the file has no chat template.
@@ -169,13 +167,13 @@ class Tokenizer(NativeOwner[_core.Model]):
         return found
 
     def unparsed_tokens(self, template: str | None = None) -> dict[str, int]:
-        """Tokens that a chat template writes as control tokens and that this file does not mark as such.
+        """Control tokens that a chat template writes and that this file does not mark as such.
 
         :meth:`tokenize` splits them, and the model reads a chat that it was not trained on. The logger
-        ``llamatap`` warns of them once a model.
+        ``llamatap`` warns of them once per model.
 
-        :param template: a template in place of the file's own.
-        :returns: their ids by their spelling; empty where all is well, or there is no template or tokenizer.
+        :param template: a template to use instead of the file's own.
+        :returns: their ids by their spelling; empty if there are none, or no template or tokenizer.
         """
         text = template if template is not None else self.chat_template
         if text is None:

@@ -292,7 +292,7 @@ def test_limits_of_the_server_are_text(driver: Any, path: Path) -> None:
     with running([tiny_options(path)], limits) as server:
         page = Page(driver, server.url).loaded()
         page.ask("a few tokens")
-        assert "this server gives 1000 at most" in page.failed()
+        assert "this server allows 1000 per response" in page.failed()
         page.script("document.querySelector('#prompt').value = 'x'.repeat(5000)")
         page.ask()
         page.wait(lambda: "2000 bytes" in page.text("#error"))

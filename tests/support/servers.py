@@ -22,9 +22,9 @@ from support.numerics import EXACT
 
 from llamatap.extraction.extractor import Extractor
 from llamatap.serve import ModelOptions, ServerOptions, create_app
-from llamatap.serve.app_state import Server
-from llamatap.serve.http.connection_options import ConnectionOptions
-from llamatap.serve.http.server import HttpServer
+from llamatap.serve.app_state import AppState
+from llamatap.serve.http.server_lifecycle import HttpServer
+from llamatap.serve.options import ConnectionOptions
 from llamatap.serve.workers.model_worker import ModelWorker
 
 FLAGS = ("--kv-type", "f32", "--flash-attn", "off", "--threads", str(EXACT["n_threads"]), "--n-ctx", "2048")
@@ -42,9 +42,9 @@ class Running:
     http: HttpServer
 
     @property
-    def state(self) -> Server:
+    def state(self) -> AppState:
         state = self.app.state.server
-        assert isinstance(state, Server)
+        assert isinstance(state, AppState)
         return state
 
     @property

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from support.servers import Running
 
 from llamatap.serve import ServerOptions, VerifierOptions
-from llamatap.states import write_tensors
+from llamatap.storage.tensor_files import write_tensors
 
 LAYERS = (1, 2, 3)
 TOKENS = [5, 77, 200, 9, 31]

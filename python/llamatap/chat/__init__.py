@@ -1,1 +1,2 @@
-"""Chats as prompts: rendering templates, adapting messages, finding tokens that files misdeclare."""
+"""Chats as prompts: rendering templates, adapting messages, finding control tokens that a file does not
+mark."""

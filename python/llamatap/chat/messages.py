@@ -20,7 +20,7 @@ __all__ = ["CALL_FIELDS", "NON_CONTENT_FIELDS", "THOUGHT_FIELDS", "adapt_message
 
 #: The names that chat templates know for an assistant's thoughts.
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking", "thought", "tool_plan")
-#: The names that they know for its calls of tools.
+#: The names that they know for its tool calls.
 CALL_FIELDS = ("tool_calls", "function_call")
 #: All fields beside the content in which an assistant's message may say something.
 NON_CONTENT_FIELDS = (*THOUGHT_FIELDS, *CALL_FIELDS)
@@ -34,7 +34,7 @@ _AS_TEXT = json.dumps({_NAME: _VALUE})
 class _CallFormat:
     """The form in which a template reads a message that calls a tool.
 
-    :ivar content: the content to give where there is none, or an empty one.
+    :ivar content: the content to write for a null or empty one.
     :ivar mapping: whether arguments may be a mapping.
     :ivar text: whether arguments may be JSON text.
     """
@@ -52,7 +52,7 @@ def adapt_messages(
     """Convert messages to the form that a template reads.
 
     :param render: renders messages by a template, with tools; it raises InvalidInputError.
-    :raises InvalidInputError: there are no messages, one says nothing, or has calls that are none.
+    :raises InvalidInputError: there are no messages, or one is empty or has invalid tool calls.
     """
     if not messages:
         raise InvalidInputError('messages is empty: give at least one {"role": ..., "content": ...}')
@@ -72,10 +72,8 @@ def _adapt_message(
     found = dict(message)
     if found.get("content") is None:
         if not any(value for name, value in message.items() if name not in ("role", "name")):
-            raise InvalidInputError(
-                f"message {index} says nothing: expected a content, found {shown(message):.80}"
-            )
-        # Messages of other roles may say something in fields of their own.
+            raise InvalidInputError(f"message {index} is empty: expected content, found {shown(message):.80}")
+        # Messages of other roles may have their text in other fields.
         if "content" in found or found.get("role") in ("assistant", "tool"):
             found["content"] = ""
     if calls is not None and found.get("content") == "":
@@ -88,7 +86,7 @@ def _adapt_message(
 
 
 def _check_calls(index: int, message: Mapping[str, Any]) -> None:
-    """Check that the calls of a message are calls; null and empty ones are none.
+    """Check the tool calls of a message; null and empty ones are ignored.
 
     :raises InvalidInputError: they are something else.
     """
@@ -111,7 +109,7 @@ def _check_calls(index: int, message: Mapping[str, Any]) -> None:
 
 
 def _is_call(call: Any) -> bool:
-    # Some data sets have the function itself in place of the call.
+    # Some data sets have the function itself instead of the call.
     function = call.get("function", call) if isinstance(call, Mapping) else None
     return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
@@ -143,7 +141,7 @@ def _call_format(template: str, render: Callable[[str, Sequence[Mapping[str, Any
     """Find the form in which a template reads calls, by rendering some."""
 
     def written(content: str | None, arguments: Any) -> str | None:
-        """The template's text of a call, without blanks; None where it fails or leaves the call out."""
+        """The template's text of a call, without blanks; None if it fails or leaves the call out."""
         function = {"name": "qfrip", "arguments": arguments}
         # Mistral's templates want ids of nine characters.
         call = {"type": "function", "id": "123456789", "function": function}

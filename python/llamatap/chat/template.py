@@ -22,7 +22,7 @@ __all__ = ["GENERATION_END", "GENERATION_START", "free_variables", "messages_for
 GENERATION_START, GENERATION_END = "generation_start_", "generation_end_"
 
 
-# The exceptions that a template's code may raise in the sandbox.
+# Exceptions that a template's code may raise in the sandbox.
 _FAILURES = (
     TypeError,
     ValueError,
@@ -111,19 +111,19 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: An
     controls, ``{% generation %}``, ``raise_exception``, ``strftime_now`` and a plain ``tojson``. It is
     immutable and sandboxed: a template comes with a model file, from anywhere.
 
-    Messages are given to it as :func:`messages_for` has them.
+    Messages are first converted by :func:`messages_for`.
 
-    :raises InvalidInputError: the template is broken, or refuses the messages; there are none, or one of them
-        says nothing.
+    :raises InvalidInputError: the template is broken or refuses the messages, there are none, or one is
+        empty.
     """
     return _render(template, messages_for(template, messages), **variables)
 
 
 def messages_for(template: str, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Convert messages to the form that a template reads: tool calls get a content where it is null or
-    missing, and arguments as a mapping, or as JSON text where the template reads nothing else.
+    """Convert messages to the form that a template reads: messages with tool calls get a content if it is
+    null or missing, and arguments become a mapping, or JSON text if the template reads only that.
 
-    :raises InvalidInputError: they are no messages, there are none, or one of them says nothing.
+    :raises InvalidInputError: they are not messages, there are none, or one is empty.
     """
     if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
         raise InvalidInputError(
@@ -141,7 +141,7 @@ def _render(template: str, messages: Sequence[Mapping[str, Any]], **variables: A
 
 
 def _render_with_tools(template: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Render messages that call tools, to see what the template reads of them."""
+    """Render messages with tool calls, to find out what the template reads of them."""
     function = {
         "name": messages[1]["tool_calls"][0]["function"]["name"],
         "description": "Does it.",

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["find_unparsed", "probe_texts", "warning_text"]
 
-# The most characters of a token.
+# Maximum number of characters of a token.
 _LONGEST = 64
-# The most pieces that are looked up. No known template writes more than 4,000; a hostile one may.
+# Maximum number of pieces that are looked up. No known template writes more than 4,000; a hostile one may.
 _MOST_PIECES = 1 << 16
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _WORD = "quarn"
@@ -73,7 +73,7 @@ def find_unparsed(vocab: _core.Model, texts: Iterable[str]) -> dict[str, int]:
     words = dict.fromkeys(word for text in texts for word in text.split())
     pieces = itertools.chain.from_iterable(map(_pieces, words))
     candidates = list(dict.fromkeys(itertools.islice(pieces, _MOST_PIECES)))
-    # A template may write lone surrogates, and no token holds any.
+    # A template may write lone surrogates, which no token contains.
     candidates = [text for text in candidates if text.isascii() or not _SURROGATE.search(text)]
     ids = vocab.find_tokens(candidates)
     found = {text: token for text, token in zip(candidates, ids, strict=True) if token is not None}
@@ -85,7 +85,7 @@ def find_unparsed(vocab: _core.Model, texts: Iterable[str]) -> dict[str, int]:
 
 
 def warning_text(tokens: Mapping[str, int]) -> str:
-    """A warning that names the tokens which the tokenizer splits, with what to do."""
+    """A warning that names the tokens that the tokenizer splits, with advice."""
     names = " and ".join(f"{text}, token {token}" for text, token in tokens.items())
     marked, are, their = (
         ("a control token", "it is", "its type")
@@ -102,7 +102,7 @@ def _pieces(word: str) -> Iterator[str]:
     """The parts of a word that begin and end with a mark and have a letter between: "<|im_start|>"."""
     marks = [index for index, letter in enumerate(word) if unicodedata.category(letter)[0] in "PS"]
     letters = [index for index, letter in enumerate(word) if letter.isalnum()]
-    # A word of marks alone (a ruler) has no parts; any other gives at most _LONGEST for each of its marks.
+    # A word of marks only (a ruler) has no parts; any other has at most _LONGEST for each of its marks.
     for first in marks:
         following = bisect_right(letters, first)
         if following == len(letters):

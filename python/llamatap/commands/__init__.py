@@ -2,7 +2,7 @@
 
 A command is a module with ``add(commands)``, which adds its parser and sets ``run`` as its default, and
 ``run(arguments) -> int``, which returns the exit status. ``main`` prints a :class:`llamatap.Error` or an
-``OSError`` of ``run`` in one line. All modules are imported whatever the command, so slow imports belong into
+``OSError`` of ``run`` in one line. All modules are imported for every command, so slow imports belong into
 ``run``.
 """
 

@@ -1,7 +1,7 @@
 """Arguments that several commands share: declaring them, and turning their values into options.
 
-An argument that is an option of the package has the option's name as its ``dest``: :func:`given` finds it by
-name.
+An argument for an option of the package has the option's name as its ``dest``, by which :func:`given` finds
+it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from llamatap._options import read_options
 from llamatap._validate import shown
-from llamatap.context import ContextOptions
+from llamatap.context_options import ContextOptions
 from llamatap.errors import InvalidInputError
 from llamatap.layers import LayerId
 
@@ -52,8 +52,8 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def given(declaration: type[Any], arguments: argparse.Namespace) -> dict[str, Any]:
-    """The arguments that are options of a TypedDict or fields of a dataclass, by name. Those that were not
-    given (None) are left out; lists become tuples."""
+    """The given arguments that are options of a TypedDict or fields of a dataclass, by name. Lists become
+    tuples."""
     if dataclasses.is_dataclass(declaration):
         names = [field.name for field in dataclasses.fields(declaration)]
     else:
@@ -78,7 +78,7 @@ def add_option(
 
     :param flags: names of the argument; by default the option's own.
     :param kind: reads a value; by default the option's type does.
-    :param text: in place of the option's help and default.
+    :param text: help text, instead of the option's help and default.
     """
     option = read_options(declaration)[name]
     if text is None:
@@ -112,7 +112,7 @@ def add_field(
 ) -> None:
     """Add an argument that sets a field of a dataclass of options, and shows its default.
 
-    :param unit: what the default is divided by where it is shown.
+    :param unit: divisor of the shown default.
     """
     default: Any = next(field.default for field in dataclasses.fields(owner) if field.name == name)
     help_text = f"{text} (default: {default / unit:g})"
@@ -138,7 +138,9 @@ def add_loading(parser: argparse.ArgumentParser, *, weights: bool = True) -> Non
         help="layers on the GPU; -1 for all",
     )
     if weights:
-        parser.add_argument("--weights", choices=("f32", "f16", "bf16"), help="convert the weights first")
+        parser.add_argument(
+            "--weights", choices=("f32", "f16", "bf16"), help="convert the weights while loading"
+        )
 
 
 def load_model(arguments: argparse.Namespace, *, load_mtp: bool = False) -> Model:
@@ -178,14 +180,14 @@ def add_prompt(parser: argparse.ArgumentParser, flag: str, text: str) -> argpars
     group.add_argument(
         "--file",
         type=Path,
-        help="a UTF-8 file that holds the prompt, a newline at its end included; - for stdin",
+        help="a UTF-8 file with the prompt, including a newline at its end; - for stdin",
     )
-    group.add_argument("--chat", metavar="TEXT", help="a user's message, put into the chat template")
+    group.add_argument("--chat", metavar="TEXT", help="a user message, rendered by the chat template")
     return group
 
 
 def read_prompt(model: Model, arguments: argparse.Namespace) -> str:
-    """The text of the prompt that :func:`add_prompt` asked for.
+    """The text of the prompt, from the arguments of :func:`add_prompt`.
 
     :raises InvalidInputError: the file is not UTF-8, or the model has no usable chat template.
     :raises OSError: the file cannot be read.
@@ -199,7 +201,7 @@ def read_prompt(model: Model, arguments: argparse.Namespace) -> str:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, as it is; ``-`` is the standard input.
+    """The unchanged text of a file; ``-`` is the standard input.
 
     :raises InvalidInputError: it is not UTF-8, or there is no standard input.
     :raises OSError: it cannot be read.
@@ -214,14 +216,15 @@ def read_text(path: Path) -> str:
 
 
 def warn_of_cut(states: States, limit: str) -> None:
-    """Warn on the standard error if the prompt was cut.
+    """Warn on stderr if the prompt was truncated.
 
-    :param limit: the option or the setting that cut it.
+    :param limit: the option or setting that truncated it.
     """
     if states.truncated:
         about = states.provenance
         print(
-            f"llamatap: warning: {limit} cut the prompt of {about['prompt_tokens']} tokens to the first "
+            f"llamatap: warning: {limit} truncated the prompt of {about['prompt_tokens']} tokens to the "
+            f"first "
             f"{about['max_length']}",
             file=sys.stderr,
         )
@@ -267,7 +270,7 @@ def byte_size(unit: int) -> Callable[[str], int]:
 
 
 def draft_length(text: str) -> int | Literal["auto"]:
-    """The value of ``--n-max``: tokens of a draft, or "auto".
+    """The value of ``--n-max``: draft length in tokens, or "auto".
 
     :raises InvalidInputError: it is neither.
     """
@@ -293,9 +296,9 @@ def layer_ids(text: str) -> list[LayerId]:
             ids = range(int(first), int(last) + 1) if dots else [int(item)]
         except ValueError:
             raise InvalidInputError(
-                f'--layers: {shown(item)} is no layer id; give integers, ranges (0..30) and "norm"'
+                f'--layers: {shown(item)} is not a layer id; give integers, ranges (0..30) and "norm"'
             ) from None
-        # Checked before a range is written out. A range that runs backwards is empty.
+        # Checked before a range is expanded. A range that runs backwards is empty.
         if any(abs(layer) > _MOST_LAYERS for layer in ids[:1]) or ids[_MOST_LAYERS - len(layers) :]:
             raise InvalidInputError(f"--layers: no model has the layers {shown(item)}")
         layers += ids

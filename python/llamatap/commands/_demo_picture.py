@@ -96,7 +96,7 @@ def _draw(states: States, pieces: list[str], what: str, picture: Path) -> None:
     for axes in (middle, bottom):
         axes.grid(color="0.9", linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
-        # Beside the title, where no line runs.
+        # Beside the title, where it hides no line.
         axes.legend(
             loc="lower right", bbox_to_anchor=(1, 1), ncols=3, fontsize=8, frameon=False, borderaxespad=0
         )
@@ -114,7 +114,7 @@ def _draw_turns(axes: Any, states: States, pieces: list[str]) -> None:
     from matplotlib.colors import PowerNorm
 
     array = states.array
-    # Most blocks turn a token by little: the root keeps them apart.
+    # Most blocks turn a token only a little: the square root spreads small values.
     image = axes.imshow(
         1 - cosine(array[:, 1:], array[:, :-1]),
         aspect="auto",
@@ -136,7 +136,7 @@ def _draw_norms(axes: Any, states: States, pieces: list[str]) -> None:
     axes.semilogy(layers, norms.T, color="tab:blue", linewidth=0.7, alpha=0.4)
     axes.plot([], [], color="tab:blue", linewidth=0.7, alpha=0.6, label="each token")
     axes.plot(layers, np.median(norms, axis=0), color="tab:blue", linewidth=2, label="median")
-    # Often an attention sink: one number of its state is thousands of times as large as the others.
+    # Often an attention sink: one value of its state is thousands of times as large as the others.
     name = repr(pieces[largest]).replace("$", r"\$")
     label = f"the largest: token {largest}, {name}"
     axes.plot(layers, norms[largest], color="tab:orange", linewidth=1.5, label=label)

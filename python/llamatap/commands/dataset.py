@@ -18,7 +18,7 @@ from llamatap.commands._arguments import (
     load_model,
     read_text,
 )
-from llamatap.context import ContextOptions
+from llamatap.context_options import ContextOptions
 from llamatap.errors import InvalidInputError
 from llamatap.layers import CONVENTIONS
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add", "run"]
 
-# The most skipped rows that are listed; skipped.jsonl has all of them.
+# Maximum number of skipped rows that are listed; skipped.jsonl has all of them.
 _TOLD = 5
 
 
@@ -42,7 +42,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER")
     parser.add_argument(
-        "--layers", help='comma-separated, "2,15,27"; the layout adds the last (default: those of EAGLE-3)'
+        "--layers",
+        help='comma-separated, "2,15,27"; the layout adds the last layer (default: those of EAGLE-3)',
     )
     parser.add_argument(
         "--convention",
@@ -58,10 +59,17 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="(default: speculators)",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(default: bfloat16)")
+    _add_samples(parser)
+    _add_running(parser)
+    add_loading(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_samples(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-length",
         type=int,
-        help="cut samples on the right to this many tokens (default: what the model was trained with)",
+        help="truncate samples on the right to this many tokens (default: the trained length)",
     )
     parser.add_argument("--min-tokens", type=int, default=2, help="leave out shorter samples (default: 2)")
     parser.add_argument(
@@ -71,19 +79,22 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="leave out samples with fewer tokens in the loss mask (default: 1)",
     )
     parser.add_argument(
-        "--chat-template", type=Path, metavar="FILE", help="a chat template in place of the model's own"
+        "--chat-template", type=Path, metavar="FILE", help="chat template file, instead of the model's own"
     )
     parser.add_argument(
         "--template-variables",
         metavar="JSON",
-        help='variables for the chat template: {"enable_thinking": false}',
+        help='variables of the chat template: {"enable_thinking": false}',
     )
-    parser.add_argument("--date", metavar="YYYY-MM-DD", help="the date that chat templates take for today")
+    parser.add_argument("--date", metavar="YYYY-MM-DD", help="date that chat templates see as today")
     parser.add_argument(
         "--supervise-empty-thoughts",
         action="store_true",
         help="include the empty <think> blocks that a chat template adds in the loss mask",
     )
+
+
+def _add_running(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on-error",
         choices=("skip", "stop"),
@@ -101,8 +112,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add_threads(parser, "--n-threads")
     parser.add_argument("--dry-run", action="store_true", help="print what would be written, and stop")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    add_loading(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -125,7 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             report = _run(job, quiet=arguments.quiet)
         except KeyboardInterrupt:
-            print("what was computed is kept; go on with --resume", file=sys.stderr)
+            print("the computed part is kept; continue with --resume", file=sys.stderr)
             raise
     return _tell(report, arguments.output)
 
@@ -136,7 +145,7 @@ def _variables(text: str | None) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidInputError(f"--template-variables is no JSON: {error}") from None
+        raise InvalidInputError(f"--template-variables is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise InvalidInputError(f"--template-variables must be a JSON object, not {text}")
     return found
@@ -175,7 +184,7 @@ def _run(job: Job, *, quiet: bool) -> Report:
 
 
 def _tell(report: Report, folder: Path) -> int:
-    what = "complete" if report.complete else "this worker's part is done, others are at theirs"
+    what = "complete" if report.complete else "this worker's part is done, other workers are not"
     where = " (skipped.jsonl)" if report.complete else ""
     skipped = f", {len(report.skipped)} left out{where}" if report.skipped else ""
     print(

@@ -1,4 +1,4 @@
-"""``llamatap encode``: a prompt as an image model reads it, into a safetensors file."""
+"""``llamatap encode``: write the text-encoder states of a prompt for an image model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llamatap.commands._arguments import (
     load_model,
     warn_of_cut,
 )
-from llamatap.context import ContextOptions
+from llamatap.context_options import ContextOptions
 
 if TYPE_CHECKING:
     from llamatap import States
@@ -25,9 +25,11 @@ __all__ = ["add", "run", "write"]
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("encode", help="write a prompt as an image model reads it to a file")
+    parser = commands.add_parser(
+        "encode", help="write the text-encoder states of a prompt for an image model"
+    )
     add_model(parser)
-    parser.add_argument("prompt", help="the picture to draw, in words")
+    parser.add_argument("prompt", help="the prompt of the picture")
     parser.add_argument(
         "--preset", required=True, metavar="NAME", help="z-image, or the path of a TOML file of your own"
     )
@@ -58,17 +60,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def write(path: Path, states: States) -> tuple[int, ...]:
-    """Write a file as image pipelines read it, and return the shape of its ``prompt_embeds``.
+    """Write a file for image pipelines, and return the shape of its ``prompt_embeds``.
 
     ``prompt_embeds`` is ``(n, n_embd)``, or ``(n, n_layers, n_embd)`` with several layers; ``attention_mask``
     is int64 ``(n,)``, ones; the metadata is the provenance and the token ids (``token_ids``).
 
-    :raises InvalidInputError: the states hold NaN or infinity; nothing was written.
+    :raises InvalidInputError: the states contain NaN or infinity; nothing was written.
     :raises OSError: the file cannot be written.
     """
     import numpy as np
 
-    from llamatap.states import check_finite, write_tensors
+    from llamatap.states import check_finite
+    from llamatap.storage.tensor_files import write_tensors
 
     check_finite(states)
     embeds = states.array[:, 0] if len(states.layers) == 1 else states.array

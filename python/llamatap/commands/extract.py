@@ -18,7 +18,7 @@ from llamatap.commands._arguments import (
     read_prompt,
     warn_of_cut,
 )
-from llamatap.context import ContextOptions
+from llamatap.context_options import ContextOptions
 from llamatap.errors import InvalidInputError
 from llamatap.extraction.inputs import parse_window
 from llamatap.layers import CONVENTIONS
@@ -43,14 +43,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="the numbering of --layers (default: llamatap)",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="(default: float32)")
-    parser.add_argument("--max-length", type=int, help="cut the prompt on the right to this many tokens")
+    parser.add_argument("--max-length", type=int, help="truncate the prompt on the right to this many tokens")
     parser.add_argument("--window", metavar="START:STOP", help="write only these positions")
-    parser.add_argument(
-        "--pool", choices=("mean", "last", "max"), help="one row over the positions, not one row each"
-    )
+    parser.add_argument("--pool", choices=("mean", "last", "max"), help="pool the positions into one row")
     add_loading(parser)
     add_threads(parser)
-    parser.add_argument("--allow-nonfinite", action="store_true", help="write NaN and infinity too")
+    parser.add_argument(
+        "--allow-nonfinite", action="store_true", help="write states even if they contain NaN or infinity"
+    )
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.safetensors")
     parser.set_defaults(run=run)
 
@@ -88,4 +88,4 @@ def _token_ids(text: str) -> list[int]:
     try:
         return [int(item) for item in text.split(",")]
     except ValueError:
-        raise InvalidInputError(f"--tokens: no integers: {text!r}") from None
+        raise InvalidInputError(f"--tokens: expected integers, found {text!r}") from None

@@ -20,7 +20,7 @@ from llamatap.commands._arguments import (
     load_model,
     read_prompt,
 )
-from llamatap.context import ContextOptions
+from llamatap.context_options import ContextOptions
 from llamatap.drafting.model_drafters import DraftOptions, named_drafter
 from llamatap.errors import InvalidInputError
 from llamatap.generation.options import GenerateOptions
@@ -44,26 +44,22 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="an EAGLE-3, MTP or DFlash file or a smaller model; ngram; or mtp for the model's own blocks",
     )
     parser.add_argument(
-        "--n-max", metavar="N", help="tokens of a draft, or auto (default: 8 with ngram, else 4)"
+        "--n-max", metavar="N", help="draft length in tokens, or auto (default: 8 with ngram, else 4)"
     )
-    add_option(parser, DraftOptions, "p_min", text="end a draft before tokens that are less likely")
+    add_option(parser, DraftOptions, "p_min", text="end a draft before tokens below this probability")
     add_option(
         parser,
         GenerateOptions,
         "max_tokens",
         "-n",
         "--max-tokens",
-        text=f"tokens at most (default: {_MAX_TOKENS})",
+        text=f"maximum number of generated tokens (default: {_MAX_TOKENS})",
     )
     add_numbers(parser.add_argument_group("sampling"), SamplingOptions)
-    parser.add_argument(
-        "--stop", action="append", metavar="TEXT", help="text that ends the generation; may be given again"
-    )
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="stop string; repeatable")
     add_loading(parser, weights=False)
     add_threads(parser)
-    parser.add_argument(
-        "--stats", action="store_true", help="print drafted and accepted tokens and times, to stderr"
-    )
+    parser.add_argument("--stats", action="store_true", help="print drafting statistics to stderr")
     parser.set_defaults(run=run)
 
 
@@ -97,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _draft_options(arguments: argparse.Namespace) -> DraftOptions:
     if arguments.drafter is None and arguments.n_max is not None:
-        raise InvalidInputError("--n-max is the length of drafts; there is no --drafter")
+        raise InvalidInputError("--n-max is the draft length, and needs --drafter")
     if arguments.p_min is not None and arguments.drafter in (None, "ngram"):
         raise InvalidInputError("--p-min needs a drafter with probabilities: a file, or mtp")
     options: DraftOptions = {}
@@ -109,7 +105,7 @@ def _draft_options(arguments: argparse.Namespace) -> DraftOptions:
 
 
 def _print(text: str = "", end: str = "\n") -> None:
-    """Write to a terminal of any encoding: characters that it lacks are escaped."""
+    """Print in the terminal's encoding, with escapes for characters that it lacks."""
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding), end=end, flush=True)
 

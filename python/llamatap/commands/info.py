@@ -1,4 +1,4 @@
-"""``llamatap info``: facts of a model file, and whether its layers can be extracted."""
+"""``llamatap info``: describe a model file, and try its layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["add", "run"]
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("info", help="facts of a model and of its layers, tried in a child process")
+    parser = commands.add_parser("info", help="describe a model, and try its layers in a child process")
     add_model(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_threads(parser)

@@ -21,10 +21,9 @@ from llamatap.commands._arguments import (
     layer_ids,
     number_above,
 )
-from llamatap.context import ContextOptions
+from llamatap.context_options import ContextOptions
 from llamatap.errors import InvalidInputError
-from llamatap.serve.http.connection_options import ConnectionOptions
-from llamatap.serve.options import ModelOptions, ServerOptions, VerifierOptions
+from llamatap.serve.options import ConnectionOptions, ModelOptions, ServerOptions, VerifierOptions
 
 __all__ = ["add", "run"]
 
@@ -38,7 +37,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         action="append",
         required=True,
         metavar="NAME=FILE.gguf",
-        help="a model and its name in requests (default: the file's name); may be given again",
+        help="a model, and its name in requests (default: the file's name); repeatable",
     )
     _add_access(parser)
     add_loading(parser)
@@ -56,10 +55,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         default=[],
         type=Path,
         metavar="FILE.toml",
-        help="a preset of your own; may be given again",
+        help="a preset of your own; repeatable",
     )
     parser.add_argument(
-        "--verbose", action="store_true", help="show the lines of the engine and of the HTTP server, too"
+        "--verbose", action="store_true", help="also show the log of the engine and of the HTTP server"
     )
     _add_completions(parser.add_argument_group("completions"))
     _add_verifier(parser.add_argument_group("verifier: files of states for a trainer of drafters"))
@@ -71,25 +70,28 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def _add_access(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
     parser.add_argument(
-        "--port", type=integers(0, 65535), default=8000, help="0 for a free one (default: 8000)"
+        "--port",
+        type=integers(0, 65535),
+        default=8000,
+        help="port to listen at; 0 picks a free one (default: 8000)",
     )
     parser.add_argument(
         "--api-key",
         default=os.environ.get("LLAMATAP_API_KEY") or None,
-        help="key that requests must bring (default: the variable LLAMATAP_API_KEY, if it is set)",
+        help="API key that requests must send (default: the variable LLAMATAP_API_KEY, if set)",
     )
     parser.add_argument(
         "--insecure",
         dest="any_host",
         action="store_true",
-        help="without a key, listen at any address and answer whatever host a request names",
+        help="allow any --host, and any Host header, without a key",
     )
     parser.add_argument(
         "--cors",
         action="append",
         default=[],
         metavar="ORIGIN",
-        help="let pages of this origin (https://example.org; * for all) read answers; may be given again",
+        help="allow pages of this origin (https://example.org; * for all) to read responses; repeatable",
     )
 
 
@@ -103,15 +105,15 @@ def _add_completions(group: argparse._ArgumentGroup) -> None:
         help="a drafter file for the model; ngram; or mtp for the model's own blocks",
     )
     group.add_argument(
-        "--n-max", metavar="N", help="tokens of a draft, or auto (default: 8 with ngram, else 4)"
+        "--n-max", metavar="N", help="draft length in tokens, or auto (default: 8 with ngram, else 4)"
     )
     add_field(group, "--parallel", ModelOptions, "parallel", integers(1, 1024), "texts generated at once")
     group.add_argument(
         "--n-ctx",
         type=integers(0),
         metavar="N",
-        help="tokens of all texts together; their memory is tried at the start and taken at the first text "
-        "(default: what the model was trained with for each, 4096 at most)",
+        help="KV cache size in tokens, shared by all texts; checked at the start, allocated at the first "
+        "text (default: the trained length for each, at most 4096)",
     )
 
 
@@ -121,14 +123,14 @@ def _add_verifier(group: argparse._ArgumentGroup) -> None:
         dest="folder",
         type=Path,
         metavar="FOLDER",
-        help="where completions with return_token_ids write",
+        help="folder for the states files of completions with return_token_ids",
     )
     group.add_argument(
         "--verifier-layers",
         dest="layers",
         type=layer_ids,
         metavar="IDS",
-        help="ids as vLLM counts, 0..n; H_n follows as the last (default: 2, n//2 and n-3 of n blocks)",
+        help="layer ids in vLLM's numbering, 0..n; H_n is added (default: 2, n//2 and n-3 of n blocks)",
     )
     group.add_argument("--verifier-dtype", dest="dtype", choices=DTYPES, help="(default: bfloat16)")
     gib = 2**30
@@ -138,27 +140,33 @@ def _add_verifier(group: argparse._ArgumentGroup) -> None:
         VerifierOptions,
         "quota_bytes",
         byte_size(gib),
-        "size of all files",
+        "limit for all files together",
         unit=gib,
         metavar="GIB",
     )
     add_field(
-        group, "--max-age", VerifierOptions, "max_age", number_above(0), "age of a file", metavar="SECONDS"
+        group,
+        "--max-age",
+        VerifierOptions,
+        "max_age",
+        number_above(0),
+        "remove files older than this",
+        metavar="SECONDS",
     )
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
     for name, text in (
-        ("max_queue", "prompts that wait"),
-        ("max_length", "tokens of a prompt"),
-        ("max_inputs", "prompts of a request"),
+        ("max_queue", "maximum number of waiting prompts"),
+        ("max_length", "maximum tokens in a prompt"),
+        ("max_inputs", "maximum prompts in a request"),
     ):
         add_field(group, f"--{name.replace('_', '-')}", ServerOptions, name, integers(1), text)
     mib = 2**20
     for name, text in (
-        ("body", "size of a request"),
-        ("response", "size of the states of a request"),
-        ("pending", "size of all states that are computed, encoded and sent at one time"),
+        ("body", "maximum size of a request body"),
+        ("response", "maximum size of the states of a request"),
+        ("pending", "limit for the states of all in-flight requests, including their encoded form"),
     ):
         add_field(
             group,
@@ -175,7 +183,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         type=integers(0),
         default=60,
         metavar="SECONDS",
-        help="time for requests in flight when the server stops (default: 60)",
+        help="time for in-flight requests at shutdown (default: 60)",
     )
 
 
@@ -184,14 +192,14 @@ def _add_connections(group: argparse._ArgumentGroup) -> None:
         "--max-connections",
         type=integers(1),
         metavar="N",
-        help="open connections; beyond it those that wait for their client are closed, the oldest first "
-        f"(default: {ConnectionOptions.max_connections}, or half of the files that may be open)",
+        help="maximum number of open connections; beyond it idle ones are closed, the oldest first "
+        f"(default: {ConnectionOptions.max_connections}, but at most half of the file descriptors)",
     )
     for name, text in (
-        ("header", "for the headers of a request"),
-        ("body", "for the body"),
-        ("idle", "between requests"),
-        ("send", "in which a client takes some of what is sent"),
+        ("header", "time for the headers of a request"),
+        ("body", "time for its body"),
+        ("idle", "time between requests"),
+        ("send", "time within which a client must read some of the sent data"),
     ):
         field = f"{name}_timeout"
         add_field(
@@ -204,11 +212,11 @@ def run(arguments: argparse.Namespace) -> int:
     with needs("server", "the server"):
         from llamatap.serve import create_app, logs
         from llamatap.serve.http.request_checks import is_loopback
-        from llamatap.serve.http.server import HttpServer
+        from llamatap.serve.http.server_lifecycle import HttpServer
     options = _server_options(arguments)
     if not is_loopback(arguments.host) and options.api_key is None and not options.any_host:
         raise InvalidInputError(
-            f"--host {arguments.host} lets others in: give an --api-key, or --insecure if that is meant"
+            f"--host {arguments.host} is open to other machines: give --api-key, or --insecure to allow that"
         )
     logs.configure(arguments.verbose)
     app = create_app(_models(arguments), options)
@@ -237,7 +245,7 @@ def _models(arguments: argparse.Namespace) -> list[ModelOptions]:
         if not equals:
             name, path = Path(item).stem, item
         if name in paths:
-            raise InvalidInputError(f"--model: {name!r} is there twice; give each a NAME=")
+            raise InvalidInputError(f"--model: {name!r} is given twice; give each its own NAME=")
         paths[name] = Path(path)
     drafters = _drafters(arguments.drafters, list(paths))
     if arguments.n_max is not None:
@@ -256,7 +264,7 @@ def _drafters(items: list[str], models: list[str]) -> dict[str, str]:
         name, equals, drafter = item.partition("=")
         if not equals:
             if len(models) > 1:
-                raise InvalidInputError(f"--drafter {item}: of which model? give NAME={item}")
+                raise InvalidInputError(f"--drafter {item}: for which model? give NAME={item}")
             name, drafter = models[0], item
         if name not in models:
             raise InvalidInputError(f"--drafter: there is no model {name!r}; there are {', '.join(models)}")
@@ -266,7 +274,7 @@ def _drafters(items: list[str], models: list[str]) -> dict[str, str]:
 
 def _context_options(arguments: argparse.Namespace) -> dict[str, Any]:
     options = given(ContextOptions, arguments)
-    # n_ctx is the size of the texts' context alone.
+    # n_ctx is only the size of the texts' context.
     options.pop("n_ctx", None)
     if arguments.flash_attn is not None:
         options["flash_attn"] = arguments.flash_attn == "on"

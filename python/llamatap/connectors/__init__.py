@@ -49,5 +49,5 @@ def connect(name: str, /, **options: Any) -> Connector:
     kind = found[0].load()
     made = kind(**options)
     if not isinstance(made, Connector):
-        raise InvalidInputError(f"{found[0].value} is no llamatap.connectors.Connector")
+        raise InvalidInputError(f"{found[0].value} is not a llamatap.connectors.Connector")
     return made

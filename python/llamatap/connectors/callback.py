@@ -1,4 +1,4 @@
-"""Connector to a function of the caller's."""
+"""Connector to a function of the caller."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ class CallbackConnector(Connector):
     """Connector that calls a function with each sample. Nothing is kept, and nothing can be read.
 
     :param function: takes the arrays (:data:`Stored`), and the index or None.
-    :raises InvalidInputError: it is no function.
+    :raises InvalidInputError: it is not a function.
     """
 
     def __init__(self, function: Callable[[Stored, int | None], object]) -> None:
         if not callable(function):
-            raise InvalidInputError(
-                f"function must be a callable of arrays and an index, not {shown(function)}"
-            )
+            raise InvalidInputError(f"function must take arrays and an index, not be {shown(function)}")
         self._function = function
 
     def put(self, states: States, *, index: int | None = None, loss_mask: ArrayLike | None = None) -> None:

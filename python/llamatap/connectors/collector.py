@@ -31,11 +31,12 @@ class Collector:
 
     An ``on_states`` callback for :func:`llamatap.generate`, with ``states="full"``, ``prompt_states=True``
     and ``layers``. The samples get the indices 0, 1, 2, ... in the order in which they finish, and replace
-    those that had them. A sample that cannot be put is dropped, and the other generations go on.
+    earlier samples with these indices. A sample that cannot be put is dropped, and the other generations
+    continue.
 
     :param connector: the connector.
     :param wait: the seconds that a sample waits for room, which a reader makes with
-        :meth:`Connector.delete`, before it is dropped; generation stands still meanwhile.
+        :meth:`Connector.delete`, before it is dropped; generation pauses meanwhile.
     :param dtype: dtype that states are converted to; None keeps theirs.
     :raises InvalidInputError: an argument is wrong.
     """
@@ -61,7 +62,7 @@ class Collector:
         """Put a generation, or drop it.
 
         :raises InvalidInputError: a generated token has no state.
-        :raises OSError: it cannot be put, for another reason than want of room.
+        :raises OSError: it cannot be put, for another reason than lack of room.
         """
         instance("generation", generation, Generation)
         states, generated = whole_states(generation, self._dtype)
@@ -114,8 +115,6 @@ class Collector:
 
         with self._lock:
             if not self._samples:
-                raise InvalidInputError(
-                    f"there is nothing to write: no sample was put; dropped: {self.dropped}"
-                )
+                raise InvalidInputError(f"nothing to write: no sample was put; dropped: {self.dropped}")
             Path(folder).mkdir(parents=True, exist_ok=True)
             write_dataset(Path(folder), self._samples, self._samples.sha256()[:16])

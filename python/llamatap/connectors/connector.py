@@ -1,4 +1,4 @@
-"""Connector: base class of the places that states are put to and read from."""
+"""Connector: base class of places where states are put and read."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Connector(ABC):
     ) -> Transfer | None:
         """Put the states of a text.
 
-        :param index: the index of the sample in a data set, for :meth:`get_cached`; replaces the sample that
-            had it. None for a sample that is found by the returned value only.
+        :param index: the index of the sample in a data set, for :meth:`get_cached`; replaces an earlier
+            sample with this index. None for a sample that is found only by the returned value.
         :param loss_mask: ``(n,)``: 1 for tokens to learn, else 0.
         :returns: parameters for :meth:`get_generated`; None if the connector cannot be read.
-        :raises InvalidInputError: the states are pooled, hold NaN or infinity, or the mask does not fit.
+        :raises InvalidInputError: the states are pooled, contain NaN or infinity, or the mask does not fit.
         :raises OSError: there is no room.
         """
 
@@ -76,7 +76,7 @@ class Connector(ABC):
         """Read the sample that :meth:`put` returned these parameters for; None if it is gone."""
 
     def delete(self, handle: str) -> None:
-        """Delete a sample. Arrays that were read from it stay valid. A second call does nothing."""
+        """Delete a sample. Arrays already read from it stay valid. A second call does nothing."""
         return
 
 

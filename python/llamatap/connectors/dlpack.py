@@ -28,12 +28,12 @@ class DLPackArray:
     """An array for the ``from_dlpack`` of any library, without a copy:
     ``torch.from_dlpack(DLPackArray(stored["hidden_states"]))``.
 
-    The result may be written to, which changes all arrays that share the memory. Arrays that a connector read
+    The result is writable, and writing changes all arrays that share the memory. Arrays that a connector read
     share it with no other process and no other call.
 
     :param array: an array, e.g. one that a connector read: bfloat16, or a dtype that NumPy exports. A
         read-only array must have memory that may be written to. The result keeps the memory alive.
-    :raises InvalidInputError: it is no array, or its memory may not be written to.
+    :raises InvalidInputError: it is not an array, or its memory may not be written to.
     """
 
     def __init__(self, array: NDArray[Any]) -> None:
@@ -63,7 +63,7 @@ class DLPackArray:
         """The capsule, a ``DLManagedTensor``, which consumers of all versions take. The arguments are those
         of the array API standard.
 
-        :raises BufferError: another device than the CPU is asked for, or DLPack does not have the dtype.
+        :raises BufferError: another device than the CPU is requested, or DLPack does not have the dtype.
         """
         if dl_device is not None and tuple(dl_device) != _CPU:
             raise BufferError(f"the memory is the CPU's, {_CPU}, not {dl_device}")

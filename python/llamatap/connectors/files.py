@@ -16,7 +16,8 @@ from numpy.typing import ArrayLike
 from llamatap._validate import integer, shown
 from llamatap.connectors.connector import Connector, Stored, Transfer, tensors_of
 from llamatap.errors import InvalidInputError
-from llamatap.states import DTYPES, States, write_tensors
+from llamatap.states import DTYPES, States
+from llamatap.storage.tensor_files import write_tensors
 
 __all__ = ["FileConnector", "read_mapped"]
 
@@ -30,8 +31,8 @@ _DTYPES = {
 
 
 class FileConnector(Connector):
-    """Connector to a folder of safetensors files, one a sample: ``hs_INDEX.safetensors``, or a random name
-    without an index. A file appears whole or not at all.
+    """Connector to a folder of safetensors files, one per sample: ``hs_INDEX.safetensors``, or a random name
+    without an index. Files are written atomically.
 
     :param folder: the folder; created if missing.
     :raises OSError: it cannot be created.
@@ -66,7 +67,7 @@ class FileConnector(Connector):
     def get_generated(self, hs_transfer_params: Mapping[str, object]) -> Stored | None:
         """See :meth:`Connector.get_generated`. The arrays are read-only and share the file's memory.
 
-        :raises InvalidInputError: the parameters name no file of the folder, or not one of a connector.
+        :raises InvalidInputError: the parameters name no file in the folder, or not one of a connector.
         """
         handle = hs_transfer_params.get("hidden_states_path") or hs_transfer_params.get("handle")
         return read_mapped(self._own(handle))
@@ -74,7 +75,7 @@ class FileConnector(Connector):
     def delete(self, handle: str) -> None:
         """Remove the file. Arrays that were read from it stay valid. A second call does nothing.
 
-        :raises InvalidInputError: it is no file of the folder.
+        :raises InvalidInputError: it is not a file in the folder.
         """
         self._own(handle).unlink(missing_ok=True)
 
@@ -87,7 +88,7 @@ class FileConnector(Connector):
 
 
 def read_mapped(path: Path) -> Stored | None:
-    """The arrays of a file, read-only, in its own memory pages, which safetensors' reader would copy. None if
+    """Read the arrays of a file without a copy (safetensors' reader would copy them), read-only. None if
     there is no file.
 
     :raises InvalidInputError: the file is not one of a connector.
@@ -132,5 +133,5 @@ def _header(pages: mmap.mmap) -> tuple[dict[str, Any], int]:
         raise ValueError(f"a header of {length} bytes does not fit into {len(pages)}")
     header = json.loads(pages[8 : 8 + length])
     if not isinstance(header, dict):
-        raise ValueError("the header is no JSON object")
+        raise ValueError("the header is not a JSON object")
     return header, 8 + length

@@ -19,8 +19,9 @@ from llamatap._validate import integer, shown
 from llamatap.connectors.connector import Stored
 from llamatap.connectors.files import FileConnector
 from llamatap.errors import InvalidInputError
-from llamatap.states import States, write_tensors
+from llamatap.states import States
 from llamatap.storage import locks
+from llamatap.storage.tensor_files import write_tensors
 
 __all__ = ["SharedMemoryConnector"]
 
@@ -38,11 +39,11 @@ class SharedMemoryConnector(FileConnector):
     removed by the next connector of the same name, also by one that only reads.
 
     :param name: the name, the same for writers and readers.
-    :param max_bytes: the most that all readable samples of the name take together. A sample that does not fit
+    :param max_bytes: size limit of all readable samples of the name together. A sample that does not fit
         raises ``OSError`` (``ENOSPC``): the writer can wait until others are deleted, or stop
         (:class:`~llamatap.connectors.Collector` does either). Deleted or replaced samples that a reader still
-        holds as arrays are not counted. Writers that put at the same moment may exceed the limit by a sample
-        each. None for half of the file system's size (of ``/dev/shm``: usually a quarter of the machine's
+        holds as arrays do not count. Writers that put at the same moment may exceed the limit by one sample
+        each. None for half of the file system's size (for ``/dev/shm``, usually a quarter of the machine's
         memory).
     :raises InvalidInputError: the name or the number of bytes is wrong.
     :raises PermissionError: the folder of the name belongs to another user.
@@ -82,7 +83,7 @@ class SharedMemoryConnector(FileConnector):
         self._check_room(path, sum(array.nbytes for array in tensors.values()))
         scratch = writer / path.name
         write_tensors(scratch, tensors, {**states.provenance, "writer": writer.name})
-        # Others that put samples, or remove a dead writer's, wait.
+        # Other processes that put samples, or remove a dead writer's, wait.
         with locks.locked(self.folder):
             scratch.replace(path)
 
@@ -94,7 +95,7 @@ class SharedMemoryConnector(FileConnector):
             raise OSError(
                 errno.ENOSPC,
                 f"a sample of {needed:,} bytes does not fit: {taken:,} of max_bytes={self.max_bytes:,} are "
-                "taken; delete what was read, or give more",
+                "taken; delete samples that were read, or give more",
                 str(self.folder),
             )
 
@@ -109,7 +110,7 @@ class SharedMemoryConnector(FileConnector):
         return taken
 
     def _as_writer(self) -> Path:
-        """The folder of this process, which it locks as long as it lives."""
+        """The folder of this process, locked as long as the process lives."""
         with self._lock:
             if self._writer is None or self._process != os.getpid():
                 self._process = os.getpid()

@@ -1,4 +1,4 @@
-"""Transfer of the speculators library: its trainer reads from any connector.
+"""Transfer for the speculators library: its trainer reads from any connector.
 
 Needs the extra ``llamatap[train]``. ``python -m llamatap.connectors.speculators train
 --hidden-states-backend llamatap ...`` is the command ``speculators train`` with connectors as a back end.
@@ -69,7 +69,7 @@ class ConnectorBackend:
         parser.add_argument(
             "--llamatap-options",
             default="{}",
-            help='Its options, JSON: \'{"name": "eagle3"}\'. Used with backend=llamatap.',
+            help='The connector\'s options as JSON: \'{"name": "eagle3"}\'. Used with backend=llamatap.',
         )
 
     @staticmethod
@@ -117,7 +117,7 @@ def register() -> None:
         return
     if "speculators.train.config.resolution" in sys.modules:
         raise UnsupportedError(
-            "register the back end before speculators.train is imported, which reads its back ends then"
+            "register the back end before importing speculators.train, which reads its back ends on import"
         )
     HiddenStatesBackend.register("llamatap")(ConnectorBackend)
 

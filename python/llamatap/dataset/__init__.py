@@ -35,6 +35,6 @@ def write(
     :raises InvalidInputError: the input or an option is wrong, or the folder holds something else.
     :raises UnsupportedError: the model carries no single residual stream, or a package is missing.
     :raises BusyError: another run is writing to the folder.
-    :raises OSError: files cannot be read or written, or there is no room. What was written stays.
+    :raises OSError: files cannot be read or written, or there is no room. The written part is kept.
     """
     return Job(model, samples, folder, options).run(progress)

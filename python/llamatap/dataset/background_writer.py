@@ -20,11 +20,11 @@ Batch = Sequence[tuple[int, States]]
 
 
 class BackgroundWriter:
-    """Thread that writes batches in the order in which they arrive. After an error it writes no more.
+    """Thread that writes batches in order of arrival. After an error it writes no more.
 
     :param write: writes one sample.
     :param wrote: called after each batch with the indices of its samples.
-    :param room: the most batches that are computed and not yet written.
+    :param room: maximum number of batches that are computed and not yet written.
     """
 
     def __init__(

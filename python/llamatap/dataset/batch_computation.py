@@ -1,4 +1,4 @@
-"""Computing batches of samples and writing them, in whichever process that happens."""
+"""Computing batches of samples and writing them, in this process or a worker."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class BatchComputation:
     :ivar folder: records samples without finite states.
     :ivar options: the options of the data set.
     :ivar extraction: options of the extractor.
-    :ivar batches: indices of the samples that are computed together, a list each.
+    :ivar batches: lists of the indices of samples that are computed together.
     :ivar done: the samples that are written or lost already: bool ``(n_samples,)``.
     :ivar n_layer: the number of blocks of the model.
     """
@@ -134,7 +134,7 @@ class BatchComputation:
 def nonfinite_reason(layers: Sequence[LayerId], dtype: str) -> str:
     """The reason why states with NaN or infinity are not written.
 
-    :param layers: the layers that hold some.
+    :param layers: the layers that contain them.
     """
     reason = f"NaN or infinity in layers {list(layers)} ({dtype})"
     return reason + ": float16 ends at 65504, take bfloat16" if dtype == "float16" else reason

@@ -1,4 +1,4 @@
-"""Journal of computed batches that are not yet in the layout's files, so that a kill loses none."""
+"""Journal of computed batches that are not yet in the layout's files, so that none is lost when killed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BatchJournal:
     """A folder with a file for each computed batch: a line of JSON, then the states of its samples in order.
 
     The page cache outlives the process, so a file costs one copy in memory. It is removed once the layout's
-    files are written, mostly before it reaches the disk.
+    files are written, usually before it reaches the disk.
 
     :param folder: created with the first batch.
     """
@@ -30,7 +30,7 @@ class BatchJournal:
         self._folder = folder
 
     def keep(self, batch: Sequence[tuple[int, States]]) -> None:
-        """Write a batch to the journal, whole or not at all.
+        """Write a batch to the journal atomically.
 
         :raises OSError: it cannot be written.
         """
@@ -67,7 +67,7 @@ class BatchJournal:
     def batches(self) -> Iterator[list[tuple[int, NDArray[Any]]]]:
         """The batches in the journal: indices of samples and their states, ``(n_tokens, n_layers, n_embd)``.
 
-        Incomplete files, and files of before the last boot, are left out.
+        Incomplete files, and files from before the last boot, are left out.
         """
         for path in sorted(self._folder.glob("[0-9]*")):
             # Another worker may remove it at the same moment.
@@ -102,9 +102,9 @@ def _read(data: bytes) -> list[tuple[int, NDArray[Any]]]:
 
 
 def boot_id() -> str:
-    """Identifier of this boot of the machine: parts of files of before a power failure may be zero.
+    """Identifier of this boot of the machine: parts of files from before a power failure may be zero.
 
-    Empty where the system has none.
+    Empty if the system has none.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()

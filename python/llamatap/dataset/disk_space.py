@@ -15,7 +15,7 @@ _BYTES_PER_TOKEN = 24
 
 
 def check_disk_space(folder: DatasetFolder, layout: Layout, options: DatasetOptions) -> None:
-    """Check that what is missing of a data set fits onto the disk, with the journal of computed batches.
+    """Check that the missing part of a data set fits onto the disk, with the journal of computed batches.
 
     :raises OSError: it does not (``ENOSPC``); with both numbers.
     """

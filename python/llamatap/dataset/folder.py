@@ -19,7 +19,7 @@ __all__ = ["MANIFEST", "SKIPPED", "STATUSES", "DatasetFolder"]
 
 #: Name of the manifest in the data set's folder.
 MANIFEST = "llamatap.json"
-#: Name of the file of skipped rows and reasons: a JSON object a line.
+#: Name of the file of skipped rows and reasons: one JSON object per line.
 SKIPPED = "skipped.jsonl"
 #: Statuses of a data set: samples are missing; files are being renumbered; complete.
 STATUSES = ("writing", "finishing", "complete")
@@ -30,7 +30,7 @@ _WORK = ".llamatap"
 class DatasetFolder:
     """Folder of a data set, and a process that writes to it.
 
-    :ivar work: subfolder for what exists only while the data set is written.
+    :ivar work: subfolder for temporary files while the data set is written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,7 +65,7 @@ class DatasetFolder:
             or found.get("status") not in STATUSES
         ):
             raise InvalidInputError(
-                f"{self.path / MANIFEST} is not of a data set of llamatap: give another folder"
+                f"{self.path / MANIFEST} is not the manifest of a llamatap data set: give another folder"
             )
         return found
 
@@ -115,7 +115,7 @@ class DatasetFolder:
         try:
             handle = locks.acquire(self.work / name, make=True, shared=shared, wait=False)
         except BlockingIOError:
-            raise BusyError(f"another run is writing to {self.path}; wait for its end") from None
+            raise BusyError(f"another run is writing to {self.path}; wait until it ends") from None
         try:
             yield
         finally:
@@ -132,7 +132,7 @@ class DatasetFolder:
             yield
 
     def clear_work(self) -> None:
-        """Remove what exists only while a data set is written, except locks."""
+        """Remove the temporary files of writing, except locks."""
         for entry in self.work.iterdir():
             if entry.is_dir():
                 shutil.rmtree(entry)

@@ -1,4 +1,4 @@
-"""Job of writing one data set: prepare the samples, compute what is missing, finish the files."""
+"""Job of writing one data set: prepare the samples, compute the missing states, finish the files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from llamatap.states import dtype_name
 
 __all__ = ["Job", "Progress", "Report"]
 
-#: Called with the number of tokens that are written, and the number that there will be.
+#: Called with the number of written tokens, and the total.
 Progress = Callable[[int, int], object]
 
 
@@ -49,7 +49,7 @@ class Report:
 
 
 class Job:
-    """A data set that is prepared and not yet written, so that it can be inspected first.
+    """A data set that is prepared but not yet written, so that it can be inspected first.
 
     :param model: the model.
     :param samples: a file or folder (see :func:`llamatap.dataset.read_rows`), or rows: mappings with
@@ -130,14 +130,14 @@ class Job:
         return None if manifest is None else manifest.get("status")
 
     def run(self, progress: Progress | None = None) -> Report:
-        """Write the data set, or what is missing of it.
+        """Write the data set, or its missing part.
 
-        :param progress: called with the number of tokens that are written and the number that there will be
-            (with several workers, this one's), at the start and after each batch, from a writing thread.
+        :param progress: called with the number of written tokens and the total (of this worker, if there are
+            several), at the start and after each batch, from a writing thread.
         :raises InvalidInputError: ``on_error`` is "stop" and the states of a sample are not finite.
         :raises BusyError: another run is writing to the folder.
-        :raises OSError: it cannot be written, for want of room for example. What was written stays, and
-            ``resume`` goes on.
+        :raises OSError: it cannot be written, e.g. for lack of room. The written part is kept, and ``resume``
+            continues.
         """
         options = self.options
         n_written = 0
@@ -209,7 +209,7 @@ class Job:
             work.compute(extractor, work.batches, wrote)
 
     def _finish(self, n_written: int) -> Report:
-        """Finish the files once all samples are there, and report."""
+        """Finish the files once all samples are written, and report."""
         lost = self._folder.lost()
         rows = self.samples.rows
         skipped = dict(

@@ -1,4 +1,4 @@
-"""Messages of a row, checked: ShareGPT's names renamed, parts of a content joined, tools parsed."""
+"""Checked messages of a row: ShareGPT's names renamed, parts of a content joined, tools parsed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROLES = {"human": "user", "gpt": "assistant"}
 def read_messages(value: Any) -> list[Mapping[str, Any]]:
     """The messages of a conversation, with ``role`` and ``content`` for ShareGPT's ``from`` and ``value``.
 
-    :raises InvalidInputError: it is no list of messages, or a message has no role or says nothing.
+    :raises InvalidInputError: it is not a list of messages, or a message is empty or has no role.
     """
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or not value:
         raise InvalidInputError(f"messages must be a list of messages, not {shown(value):.80}")
@@ -29,21 +29,19 @@ def read_messages(value: Any) -> list[Mapping[str, Any]]:
             role = message["from"]
             message = {"role": _ROLES.get(role, role), "content": message.get("value")}
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InvalidInputError(f"message {index} must have a role, and is {shown(message):.80}")
-        # Roles other than the assistant may put their text into fields of their own.
+            raise InvalidInputError(f"message {index} must have a role; found {shown(message):.80}")
+        # Roles other than the assistant may put their text into other fields.
         names = NON_CONTENT_FIELDS if message["role"] == "assistant" else set(message) - {"role"}
         if message.get("content") is None and not any(message.get(name) for name in names):
-            raise InvalidInputError(
-                f"message {index} says nothing: expected a content, found {shown(message):.80}"
-            )
+            raise InvalidInputError(f"message {index} is empty: expected content, found {shown(message):.80}")
         messages.append(message)
     return messages
 
 
 def join_parts(index: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with its content's parts joined to one text, a line each.
+    """The message with its content's parts joined to one text, one line each.
 
-    :raises InvalidInputError: a part is no text.
+    :raises InvalidInputError: a part is not text.
     """
     content = message.get("content")
     if not isinstance(content, list):
@@ -51,17 +49,17 @@ def join_parts(index: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
     texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
     if not all(isinstance(text, str) for text in texts):
         raise InvalidInputError(
-            f"the chat template takes text only, and message {index} has {shown(content):.80}"
+            f"the chat template takes only text, but message {index} has {shown(content):.80}"
         )
     return {**message, "content": "\n".join(map(str, texts))}
 
 
 def parse_tools(value: Any) -> Any:
-    """Tools, parsed when they are JSON.
+    """Parse tools that are given as JSON text.
 
-    :raises InvalidInputError: they are a text that is no JSON.
+    :raises InvalidInputError: the text is not JSON.
     """
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
-        raise InvalidInputError(f"tools is no JSON: {error}") from None
+        raise InvalidInputError(f"tools is not JSON: {error}") from None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from llamatap._validate import choice, flag, instance, integer
-from llamatap.context import ContextOptions
+from llamatap.context_options import ContextOptions
 from llamatap.errors import InvalidInputError
 from llamatap.layers import LayerId
 from llamatap.states import dtype_name
@@ -25,22 +25,22 @@ class DatasetOptions:
     :ivar convention: a name of :data:`llamatap.layers.CONVENTIONS`.
     :ivar layout: a name of :data:`llamatap.dataset.LAYOUTS`.
     :ivar dtype: dtype of the states: bfloat16, float16 or float32.
-    :ivar max_length: the most tokens of a sample; longer ones are truncated on the right. None for the
-        context length that the model was trained with.
+    :ivar max_length: maximum number of tokens in a sample; longer ones are truncated on the right. None for
+        the context length that the model was trained with.
     :ivar min_tokens: samples with fewer tokens are skipped: a single token has nothing to predict.
     :ivar min_loss_tokens: samples with fewer tokens in the loss mask, after truncation, are skipped.
-    :ivar template: a chat template in place of the model's own.
+    :ivar template: a chat template, instead of the model's own.
     :ivar template_variables: variables for the template, e.g. ``enable_thinking``.
-    :ivar date: the date that chat templates take for today, YYYY-MM-DD. None for today; on ``resume``, for
-        the date of the first run.
+    :ivar date: the date that chat templates see as today, YYYY-MM-DD. None for today; on ``resume``, for the
+        date of the first run.
     :ivar supervise_empty_thoughts: include the empty thoughts that a chat template adds
         (``<think>\\n\\n</think>``) in the loss mask, for a model that is to learn when not to think.
     :ivar on_error: "skip" leaves out samples that fail and reports them, "stop" raises.
     :ivar resume: continue the data set in the folder.
     :ivar rank: the rank of this worker, from 0.
     :ivar world_size: the number of workers that share the samples, each a process with the same arguments.
-    :ivar batch_tokens: the most tokens computed at once.
-    :ivar queue: the most batches that are computed and not yet written. A kill loses none of them.
+    :ivar batch_tokens: maximum number of tokens computed at once.
+    :ivar queue: maximum number of batches that are computed and not yet written. None is lost when killed.
     :ivar context: options of :class:`llamatap.Extractor`, e.g. ``n_threads`` or ``type_k``.
     :raises InvalidInputError: a value is wrong.
     """
@@ -76,7 +76,7 @@ class DatasetOptions:
             try:
                 json.dumps(dict(getattr(self, name)))
             except (TypeError, ValueError, RecursionError) as error:
-                raise InvalidInputError(f"{name} must be what JSON can hold: {error}") from None
+                raise InvalidInputError(f"{name} must hold JSON values: {error}") from None
         unknown = [name for name in self.context if name not in ContextOptions.__annotations__]
         if unknown:
             known = ", ".join(ContextOptions.__annotations__)
@@ -92,7 +92,7 @@ class DatasetOptions:
         ):
             value = getattr(self, name)
             if value is not None or name != "max_length":
-                # Python integers, since JSON has none of NumPy's.
+                # Python integers, because JSON cannot hold NumPy's.
                 object.__setattr__(self, name, integer(name, value, low))
         if self.rank >= self.world_size:
             raise InvalidInputError(

@@ -1,4 +1,4 @@
-"""Plan of a data set: what the options mean for a model. Layers, batches, extractor options, provenance."""
+"""Plan of a data set for a model: layers, batches, extractor options, provenance."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
     "sample_batches",
 ]
 
-# Samples that are packed into batches together, so that batches stay near the order of the input.
+# Number of samples that are packed into batches together, so that batches stay near the input order.
 _WINDOW = 512
 
 
@@ -62,7 +62,7 @@ def columns(model: Model, options: DatasetOptions, layout: type[Layout]) -> tupl
 
 
 def longest_sample(model: Model, options: DatasetOptions) -> int:
-    """The most tokens of a sample: ``max_length``, the context's size, or what the model was trained with."""
+    """Maximum tokens of a sample: the least of ``max_length``, the context's size and the trained length."""
     limits = [options.max_length, options.context.get("n_ctx"), model.n_ctx_train, 2**31 - 1]
     return min(limit for limit in limits if limit)
 
@@ -70,7 +70,7 @@ def longest_sample(model: Model, options: DatasetOptions) -> int:
 def extractor_options(model: Model, options: DatasetOptions, longest: int) -> dict[str, Any]:
     """Options of the extractor.
 
-    :param longest: the most tokens of a sample.
+    :param longest: the number of tokens of the longest sample.
     """
     found: dict[str, Any] = {"n_ubatch": options.batch_tokens, **options.context}
     if model.layer_map.at_once:
@@ -83,11 +83,11 @@ def extractor_options(model: Model, options: DatasetOptions, longest: int) -> di
 def sample_batches(lengths: Sequence[int], room: int, most: int) -> list[list[int]]:
     """Pack samples into batches: lists of their indices.
 
-    The number of workers has no influence, because rounding depends on the batch.
+    The number of workers has no influence, because rounding depends on the batches.
 
     :param lengths: the number of tokens of each sample.
-    :param room: the most tokens of a batch; a longer sample gets a batch of its own.
-    :param most: the most samples of a batch.
+    :param room: maximum number of tokens in a batch; a longer sample gets its own batch.
+    :param most: maximum number of samples in a batch.
     """
     found: list[list[int]] = []
     for start in range(0, len(lengths), _WINDOW):

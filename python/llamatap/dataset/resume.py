@@ -1,4 +1,4 @@
-"""Resuming: whether the data set in a folder may be continued, and what of it is missing.
+"""Resuming: whether the data set in a folder may be continued.
 
 The manifest of a data set has ``made_with``: all that determines its files. A run continues a data set only
 if its own ``made_with`` is the same.
@@ -19,29 +19,29 @@ __all__ = ["SAMPLES_HASH", "check_allowed", "check_same", "made_with", "reopened
 
 #: Key of the hash of the samples in ``made_with``; known once they are prepared.
 SAMPLES_HASH = "samples_sha256"
-# Options of the context that the provenance tells as well, and threads, which change no number.
+# Options of the context that the provenance records too, and threads, which change no value.
 _TOLD_ELSEWHERE = ("flash_attn", "n_threads")
 
 
 def check_allowed(folder: Path, manifest: Mapping[str, Any] | None, options: DatasetOptions) -> None:
-    """Check that the options allow a data set to be in the folder already.
+    """Check that the options allow a data set in the folder.
 
     :raises InvalidInputError: they do not.
     """
     if manifest is not None and not options.resume and options.world_size == 1:
         raise InvalidInputError(
-            f"{folder} holds a data set already; go on with it (resume, --resume), or give another folder"
+            f"{folder} already holds a data set; continue it (resume, --resume), or give another folder"
         )
 
 
 def template_date(manifest: Mapping[str, Any] | None, options: DatasetOptions) -> str:
-    """The date that chat templates take for today: of the options, of the data set there, or today."""
+    """The date that chat templates see as today: of the options, of the data set in the folder, or today."""
     of_manifest = (manifest or {}).get("made_with", {}).get("date")
     return options.date or of_manifest or datetime.date.today().isoformat()
 
 
 def made_with(model_path: Path, options: DatasetOptions, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """All that determines the files of a data set, except the hash of its samples.
+    """Everything that determines the files of a data set, except the hash of its samples.
 
     :param options: the options, with the maximum length and the date that are used.
     :param facts: the provenance that the states of all samples share.
@@ -49,8 +49,9 @@ def made_with(model_path: Path, options: DatasetOptions, facts: Mapping[str, Any
     """
     if not facts.get("model_sha256"):
         raise InvalidInputError(
-            f"{model_path} is gone or was replaced since it was loaded, and a data set records the hash of "
-            "its model file; load the model again"
+            f"{model_path} is gone or was replaced since it was loaded, but a data set records the hash of "
+            f"its "
+            "model file; load the model again"
         )
     found = {
         "layout": options.layout,
@@ -69,7 +70,7 @@ def made_with(model_path: Path, options: DatasetOptions, facts: Mapping[str, Any
             if key not in facts and key not in _TOLD_ELSEWHERE
         },
     }
-    # As the manifest gives it back: tuples as lists.
+    # As it is read back from the manifest: tuples as lists.
     as_read: dict[str, Any] = json.loads(json.dumps(found))
     return as_read
 

@@ -25,8 +25,8 @@ Row: TypeAlias = "Mapping[str, Any] | InvalidInputError"
 def read_rows(path: Path) -> Iterator[Row]:
     """Read the rows of a file or folder, in order.
 
-    Takes ``*.jsonl`` (or ``*.json``; a JSON object a line, blank lines are ignored), ``*.parquet``, a folder
-    saved by ``Dataset.save_to_disk``, or a folder of such files, read in the order of their names.
+    Takes ``*.jsonl`` (or ``*.json``; one JSON object per line, blank lines are ignored), ``*.parquet``, a
+    folder saved by ``Dataset.save_to_disk``, or a folder of such files, read in the order of their names.
 
     :raises InvalidInputError: it is none of these. (A line that cannot be read is yielded as an error.)
     :raises MissingPackageError: pyarrow is needed and not installed.
@@ -60,7 +60,7 @@ def _reader(path: Path) -> Callable[[Path], Iterator[Row]]:
         return _READERS[path.suffix]
     except KeyError:
         raise InvalidInputError(
-            f"{path}: expected a name that ends in {', '.join(_READERS)}, which tells the format"
+            f"{path}: the format is taken from the name, which must end in {', '.join(_READERS)}"
         ) from None
 
 
@@ -86,7 +86,7 @@ def _parsed(line: bytes, number: int) -> Row:
         row = json.loads(line)
     # Deep nesting raises RecursionError.
     except (ValueError, RecursionError) as error:
-        return InvalidInputError(f"line {number} is no JSON: {error}")
+        return InvalidInputError(f"line {number} is not JSON: {error}")
     if not isinstance(row, dict):
         return InvalidInputError(f"line {number}: expected a JSON object, found {type(row).__name__}")
     return row
@@ -102,7 +102,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
             for batch in file.iter_batches(batch_size=256, columns=chosen):
                 yield from _without_nulls(batch)
     except (pyarrow.ArrowException, ValueError) as error:
-        raise InvalidInputError(f"{path} is no Parquet file: {error}") from error
+        raise InvalidInputError(f"{path} is not a Parquet file: {error}") from error
 
 
 def _saved_rows(folder: Path) -> Iterator[Row]:
@@ -124,13 +124,13 @@ def _arrow_rows(pyarrow: Any, path: Path) -> Iterator[Row]:
                 chosen = [name for name in COLUMNS if name in batch.schema.names]
                 yield from _without_nulls(batch.select(chosen))
     except (pyarrow.ArrowException, ValueError) as error:
-        raise InvalidInputError(f"{path} is no Arrow stream: {error}") from error
+        raise InvalidInputError(f"{path} is not an Arrow stream: {error}") from error
 
 
 def _without_nulls(batch: pyarrow.RecordBatch) -> Iterable[Row]:
     """Rows of a batch without null fields: Arrow fills absent fields with nulls, and templates test presence.
 
-    :raises ValueError: the batch is corrupt, with offsets outside of its buffers for example.
+    :raises ValueError: the batch is corrupt, e.g. with offsets outside its buffers.
     """
     batch.validate(full=True)
     for start in range(0, batch.num_rows, 64):

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamatap._threads import default_threads
-from llamatap.dataset.masks.conversation import ConversationMasker
+from llamatap.dataset.masks.conversation_masker import ConversationMasker
 from llamatap.dataset.messages import parse_tools, read_messages
 from llamatap.dataset.options import DatasetOptions
 from llamatap.dataset.row_files import Row
@@ -24,7 +24,7 @@ from llamatap.tokenizer import token_array
 
 __all__ = ["Prepared", "Preparer", "prepare"]
 
-# The most threads that prepare rows.
+# Maximum number of threads that prepare rows.
 _MOST_THREADS = 4
 # Rows read before the first of them is done.
 _READ_AHEAD = 256
@@ -153,16 +153,16 @@ class Preparer:
 
 def _check_length(n_tokens: int, n_loss: int, options: DatasetOptions) -> None:
     if n_tokens < options.min_tokens:
-        raise InvalidInputError(f"it has {n_tokens} tokens, and min_tokens is {options.min_tokens}")
+        raise InvalidInputError(f"it has {n_tokens} tokens, but min_tokens is {options.min_tokens}")
     if n_loss < options.min_loss_tokens:
         raise InvalidInputError(
-            f"its loss mask holds {n_loss} of its first {n_tokens} tokens, and min_loss_tokens is "
+            f"its loss mask has {n_loss} of its first {n_tokens} tokens, but min_loss_tokens is "
             f"{options.min_loss_tokens}"
         )
 
 
 def _is_missing(value: Any) -> bool:
-    """Whether a column is empty in a row: None, or the NaN of pandas and Ray Data."""
+    """Whether a column of a row is empty: None, or the NaN of pandas and Ray Data."""
     return value is None or (isinstance(value, float) and value != value)
 
 

@@ -18,7 +18,7 @@ __all__ = ["Samples", "TokenSample"]
 class TokenSample:
     """A sample to compute. :class:`llamatap.train.Sample` has states as well.
 
-    :ivar row: the row of the input that it was made of, from 0.
+    :ivar row: its row of the input, from 0.
     :ivar tokens: int32 ``(n,)``.
     :ivar loss_mask: bool ``(n,)``: the tokens that the loss is computed on.
     """
@@ -29,7 +29,7 @@ class TokenSample:
 
 
 class Samples(Sequence[TokenSample]):
-    """A list of samples in flat arrays, 5 bytes a token."""
+    """A list of samples in flat arrays, 5 bytes per token."""
 
     def __init__(self) -> None:
         self._tokens = array("i")

@@ -1,1 +1,1 @@
-"""Drafting: drafters, the speculative context that model drafters work in, and how long a draft is."""
+"""Drafting: drafters, the speculative context of model drafters, and the length of drafts."""

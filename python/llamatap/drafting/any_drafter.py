@@ -18,7 +18,7 @@ __all__ = ["AnyDrafter", "as_drafter"]
 
 _Function: TypeAlias = Callable[[NDArray[np.int32]], Any]
 #: The ``drafter`` argument of :func:`llamatap.generate`. Several are asked in turn; a function takes token
-#: ids and returns those that may follow.
+#: ids and returns guesses of the next ones.
 AnyDrafter: TypeAlias = Drafter | _Function | Sequence[Drafter | _Function] | None
 
 
@@ -26,7 +26,7 @@ def as_drafter(drafter: object) -> Drafter | None:
     """Make a Drafter of the argument: a list becomes a :class:`DrafterChain`, a function of token ids a
     :class:`CallableDrafter`.
 
-    :raises InvalidInputError: it is none of them, nor None.
+    :raises InvalidInputError: it is neither of them, nor None.
     :raises TypeError: its ``process`` does not take the target's states.
     """
     if drafter is None:
@@ -39,6 +39,6 @@ def as_drafter(drafter: object) -> Drafter | None:
     if isinstance(drafter, type) or not callable(drafter):
         raise InvalidInputError(
             f"drafter must be a Drafter, a list of them, or a function of token ids, not {shown(drafter)}; "
-            "load_drafter(context, ...) makes one of a file, with the context that generate() is given"
+            "load_drafter(context, ...) makes one from a file, with the context to generate in"
         )
     return CallableDrafter(drafter)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from llamatap._validate import instance
 from llamatap.context import Batch
-from llamatap.drafting.draft_length import MaxTokens, most_tokens
+from llamatap.drafting.draft_length import MaxTokens, request_limit
 from llamatap.drafting.drafter import (
     Draft,
     Drafter,
@@ -24,10 +24,10 @@ __all__ = ["DrafterChain", "members"]
 
 class DrafterChain(Drafter):
     """Asks drafters in turn: a sequence for which the first has no draft gets the second's, and so on.
-    Each is asked for its own ``n_max`` tokens at most.
+    Each is asked for at most its own ``n_max`` tokens.
 
     :param drafters: e.g. an :class:`NGramDrafter`, which costs nothing, before one with a model. For
-        ``generate(..., rejection=True)`` all of them must draw their tokens.
+        ``generate(..., rejection=True)`` all of them must sample their tokens.
     :raises InvalidInputError: none is given, or one is not a drafter.
     :raises TypeError: the ``process`` of one does not take the target's states.
     """
@@ -48,7 +48,7 @@ class DrafterChain(Drafter):
         lengths = [one.n_max for one in self.drafters]
         if "auto" in lengths:
             return "auto"
-        return None if None in lengths else max(map(most_tokens, lengths))
+        return None if None in lengths else max(map(request_limit, lengths))
 
     def process(self, batch: Batch, states: States | None = None) -> None:
         for drafter in self.drafters:
@@ -72,7 +72,7 @@ class DrafterChain(Drafter):
 
 
 def members(drafter: Drafter) -> Iterator[Drafter]:
-    """The drafters in a chain, or in the chains in it; of any other drafter, itself."""
+    """The drafters in a chain and in nested chains; for any other drafter, only itself."""
     if isinstance(drafter, DrafterChain):
         for one in drafter.drafters:
             yield from members(one)

@@ -1,10 +1,10 @@
-"""How long a draft is: the option ``n_max``, its limits, and what ``n_max="auto"`` measures.
+"""Draft length: the option ``n_max``, its limits, and the measurements of ``n_max="auto"``.
 
 A draft has as many tokens as the least of these allows:
 
-- the drafter's ``n_max`` (:func:`most_tokens`), or for "auto" the length that :class:`DraftLength` chooses
+- the drafter's ``n_max`` (:func:`request_limit`), or for "auto" the length that :class:`DraftLength` chooses
   for the round;
-- what the target's memory can roll back (:meth:`llamatap.generation.rollback.Rollback.longest_draft`);
+- what the target's memory can roll back (:meth:`llamatap.generation.rollback.Rollback.cap_draft`);
 - what the request has left of ``max_tokens`` and of the context (:mod:`llamatap.generation.drafting_round`).
 """
 
@@ -21,22 +21,22 @@ __all__ = [
     "AUTO_LONGEST",
     "DraftLength",
     "MaxTokens",
-    "check_shortest",
     "checked_n_max",
-    "longest_draft",
+    "checked_n_min",
     "measured_length",
-    "most_tokens",
+    "numeric_n_max",
+    "request_limit",
 ]
 
 #: The longest draft that ``n_max="auto"`` considers.
 AUTO_LONGEST = 8
-#: The option ``n_max``: the most tokens of a draft; "auto" measures which length gives the most tokens per
-#: second.
+#: The option ``n_max``: maximum number of tokens in a draft; "auto" measures which length gives the most
+#: tokens per second.
 MaxTokens: TypeAlias = int | Literal["auto"]
 
 # Decay of past rounds per new round: about 50 rounds count.
 _KEPT = 0.98
-# A prior that weighs as much as two tries: every other token is accepted.
+# A prior with the weight of two tries: every other token is accepted.
 _PRIOR_HITS, _PRIOR_TRIES = 1.0, 2.0
 # How often another length is tried, in rounds, so that costs and acceptance do not go stale.
 _EXPLORE_EVERY = 16
@@ -60,8 +60,8 @@ class DraftLength:
     that is full without drafts makes each drafted token dearer. Acceptance is counted over all rounds. The
     first rounds measure the longest draft, none, one of a single token and one of half the length, twice
     each; with another number of sequences, once each. Later every 16th round tries another length: in turn
-    the ones beside the best, the longest, and half of it. A length that was last measured 48 rounds ago or
-    earlier is measured anew.
+    those next to the best, the longest, and half of it. Costs that were last measured 48 rounds ago or
+    earlier are discarded when the length is measured again.
     """
 
     def __init__(self, longest: int) -> None:
@@ -81,8 +81,8 @@ class DraftLength:
             self._hits[i] += i < accepted
 
     def measure(self, drafted: int, seconds: float, n_sequences: int = 1) -> None:
-        """Note that a round of ``n_sequences`` with ``drafted`` tokens each took ``seconds``, drafting
-        included."""
+        """Record that a round of ``n_sequences`` with ``drafted`` tokens each took ``seconds``, including
+        drafting."""
         length = min(drafted, self.longest)
         known = self._seconds.setdefault(n_sequences, {}).setdefault(length, deque(maxlen=_MEASURED))
         if self._rounds - self._measured_at.get((n_sequences, length), self._rounds) >= _STALE:
@@ -132,7 +132,7 @@ class DraftLength:
     def choose(self, n_sequences: int = 1) -> int:
         """Choose the length for the next round, of ``n_sequences``."""
         self._rounds += 1
-        # Rounds without a draft age what is known of acceptance, too.
+        # Rounds without a draft age the acceptance counts, too.
         for i in range(self.longest):
             self._hits[i] *= _KEPT
             self._tries[i] *= _KEPT
@@ -156,8 +156,8 @@ def measured_length(n_max: object) -> DraftLength | None:
     return DraftLength(AUTO_LONGEST) if _is_auto(n_max) else None
 
 
-def longest_draft(n_max: object) -> int:
-    """The longest draft that the option ``n_max`` allows.
+def numeric_n_max(n_max: object) -> int:
+    """The option ``n_max`` as a number, with 8 for "auto".
 
     :raises InvalidInputError: it is neither an integer in 1..1024 nor "auto".
     """
@@ -177,8 +177,8 @@ def checked_n_max(name: str, n_max: object) -> MaxTokens:
     return integer(name, n_max, 1, 1024)
 
 
-def most_tokens(n_max: object) -> int:
-    """The most tokens to ask of a drafter with this :attr:`Drafter.n_max`; 2**31 - 1 for None and "auto".
+def request_limit(n_max: object) -> int:
+    """Limit on each request to a drafter with this :attr:`Drafter.n_max`; 2**31 - 1 for None and "auto".
 
     :raises InvalidInputError: it is not a number.
     """
@@ -187,8 +187,8 @@ def most_tokens(n_max: object) -> int:
     return integer("the drafter's n_max", n_max, 0)
 
 
-def check_shortest(n_min: object, n_max: int, why: str = "") -> int:
-    """Check the option ``n_min`` against the longest possible draft.
+def checked_n_min(n_min: object, n_max: int, why: str = "") -> int:
+    """Check that ``n_min`` is at most ``n_max``.
 
     :param why: what limits ``n_max``, for the message.
     :raises InvalidInputError: it is not an integer in 0..n_max.
@@ -196,7 +196,7 @@ def check_shortest(n_min: object, n_max: int, why: str = "") -> int:
     found = integer("n_min", n_min, 0)
     if found > n_max:
         raise InvalidInputError(
-            f"n_min must be at most n_max, {n_max}{why}, not {found}: all drafts would be given up"
+            f"n_min must be at most n_max, {n_max}{why}, not {found}: every draft would be discarded"
         )
     return found
 

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from llamatap._native import _core, flush_log, native_of
 from llamatap._options import Option, checked_options, takes_options
-from llamatap._validate import instance, number
+from llamatap._validate import instance
 from llamatap.context import Batch, Context
 from llamatap.drafting.chain import members
-from llamatap.drafting.draft_length import MaxTokens, check_shortest, checked_n_max, longest_draft
+from llamatap.drafting.draft_length import MaxTokens, checked_n_max, checked_n_min, numeric_n_max
 from llamatap.drafting.drafter import Drafter
 from llamatap.drafting.native_drafter import NativeDrafter
 from llamatap.drafting.ngram import NGramDrafter
@@ -39,98 +39,86 @@ __all__ = [
 ]
 
 
-def _probability(name: str, value: object) -> float:
-    found = number(name, value)
-    if not 0 <= found <= 1:
-        raise InvalidInputError(f"{name} must be in 0..1, not {value}")
-    return found
-
-
-def _temperature(name: str, value: object) -> float:
-    found = number(name, value)
-    if not 0 <= found < float("inf"):
-        raise InvalidInputError(f"{name} must be finite and not negative, not {value}")
-    return found
-
-
 class DraftOptions(TypedDict, total=False):
-    """The keyword arguments of :class:`SpeculativeDrafter`."""
+    """Keyword arguments of :class:`SpeculativeDrafter`."""
 
     n_max: Annotated[
         MaxTokens,
         Option(
             4,
-            'the most tokens of a draft, or "auto". Some files give fewer: several MTP blocks one token '
-            "each, DFlash a block",
+            'maximum number of tokens in a draft, or "auto". Some files give fewer: several MTP blocks one '
+            "token each, DFlash one block",
             check=checked_n_max,
         ),
     ]
-    n_min: Annotated[int, Option(0, "shorter drafts are dropped, unless they were drawn")]
+    n_min: Annotated[int, Option(0, "shorter drafts are dropped, unless they were sampled")]
     p_min: Annotated[
         float,
         Option(
             0.0,
-            "a draft ends where the drafter finds no token as likely as this; with DSpark, where its "
-            "confidence head is less sure",
-            check=_probability,
+            "a draft ends where no token has at least this probability; with DSpark, where its confidence "
+            "head "
+            "gives less",
+            low=0,
+            high=1,
         ),
     ]
     temperature: Annotated[
         float,
         Option(
             0.0,
-            "0 drafts the most likely tokens. Above 0, tokens are drawn from softmax(logits / temperature) "
+            "0 drafts the most likely tokens. Above 0, tokens are sampled from softmax(logits / temperature) "
             "and drafts carry their distributions, for ``generate(..., rejection=True)``",
-            check=_temperature,
+            low=0,
         ),
     ]
-    seed: Annotated[int, Option(0, "seed of the draws", low=0, high=2**32 - 1)]
+    seed: Annotated[int, Option(0, "random seed", low=0, high=2**32 - 1)]
 
 
 @takes_options(DraftOptions)
 class SpeculativeDrafter(NativeDrafter):
-    """Drafts with a draft context: base of the drafters for each kind of file, which take the same arguments.
+    """Base of drafters with a draft context, one for each kind of file; they take the same arguments.
 
-    :param spec: the draft context, of a file of the drafter's kind. Once it is closed, so is the drafter.
+    :param spec: the draft context, of a file of the drafter's kind. Closing it closes the drafter.
     :options:
     :ivar spec: the draft context.
     :raises InvalidInputError: a number is out of range, or a file of another kind.
-    :raises ClosedError: the draft context was closed; also later, of all but :meth:`reset`.
+    :raises ClosedError: the draft context was closed; also later, by all methods except :meth:`reset`.
     """
 
-    #: As of :attr:`SpeculativeContext.kind`.
+    #: As in :attr:`SpeculativeContext.kind`.
     kind: ClassVar[str]
 
     def __init__(self, spec: SpeculativeContext, **options: Unpack[DraftOptions]) -> None:
         instance("spec", spec, SpeculativeContext)
         if spec.kind != self.kind:
             raise InvalidInputError(
-                f"{type(self).__name__} drafts with a file of the kind {self.kind}; "
-                f"{spec.model.path.name} is of the kind {spec.kind}"
+                f"{type(self).__name__} needs a file of kind {self.kind}; {spec.model.path.name} is of kind "
+                f"{spec.kind}"
                 + (" (no MTP blocks in it, or loaded without load_mtp=True)" if self.kind == "mtp" else "")
             )
         chosen = checked_options(DraftOptions, options, f"{type(self).__name__}()")
         n_max, temperature = chosen["n_max"], chosen["temperature"]
-        longest, why = longest_draft(n_max), ""
+        limit, why = numeric_n_max(n_max), ""
         most = native_of(spec).longest_block if spec.n_heads == 1 else spec.n_heads
-        if most is not None and most < longest:
-            longest, why = most, f" with {spec.model.path.name}"
+        if most is not None and most < limit:
+            limit, why = most, f" with {spec.model.path.name}"
         core = _core.speculative_drafter(
             native_of(spec),
-            n_max=longest,
-            n_min=check_shortest(chosen["n_min"], longest, why),
+            n_max=limit,
+            n_min=checked_n_min(chosen["n_min"], limit, why),
             p_min=chosen["p_min"],
             temperature=temperature,
             seed=chosen["seed"],
         )
-        super().__init__(core, n_max if n_max == "auto" else longest)
+        super().__init__(core, n_max if n_max == "auto" else limit)
         self.spec = spec
         self.target_layers = spec.target_layers
         self.draws = temperature > 0
         call_at_close(spec, self._release)
 
     def process(self, batch: Batch, states: States | None = None) -> None:
-        """As :meth:`Drafter.process`. States of more layers, in any order, are as good."""
+        """See :meth:`Drafter.process`. The states may have more layers, in any order."""
         instance("batch", batch, Batch)
         core = native_of(self)
         features = self._features(batch, states) if self.target_layers else None
@@ -155,8 +143,9 @@ class SpeculativeDrafter(NativeDrafter):
             )
         if len(states) != len(batch) or (batch.n_embd == 0 and (states.tokens != batch.tokens).any()):
             raise InvalidInputError(
-                f"the states are of {len(states)} tokens, the batch has {len(batch)}, or others; give each "
-                "batch the states of its own decode, of a tap with rows='all'"
+                f"the states are of {len(states)} tokens, but the batch has {len(batch)}, or other ones; "
+                f"give "
+                "each batch the states of its own decode, from a tap with rows='all'"
             )
         array = states.select(self.target_layers).array
         return np.ascontiguousarray(array.reshape(len(array), -1))
@@ -164,15 +153,15 @@ class SpeculativeDrafter(NativeDrafter):
 
 class Eagle3Drafter(SpeculativeDrafter):
     """Drafts with an EAGLE-3 block: one decoder layer on the token and features of three of the target's
-    layers (https://arxiv.org/abs/2503.01840). Arguments: as of :class:`SpeculativeDrafter`.
+    layers (https://arxiv.org/abs/2503.01840). Arguments: as in :class:`SpeculativeDrafter`.
     """
 
     kind = "eagle3"
 
 
 class MtpDrafter(SpeculativeDrafter):
-    """Drafts with the multi-token-prediction blocks of a model, or of a file of their own. With several
-    blocks the k-th one drafts the k-th token, so a draft has at most as many tokens. Arguments: as of
+    """Drafts with the multi-token-prediction blocks of a model, or of a separate file. With several blocks
+    the k-th one drafts the k-th token, so a draft has at most as many tokens. Arguments: as in
     :class:`SpeculativeDrafter`.
     """
 
@@ -180,8 +169,8 @@ class MtpDrafter(SpeculativeDrafter):
 
 
 class DFlashDrafter(SpeculativeDrafter):
-    """Drafts with a DFlash or DSpark file: a block of tokens in one decode, that sees features of the target
-    (https://arxiv.org/abs/2602.06036). The block has ``spec.block_size`` places. Arguments: as of
+    """Drafts with a DFlash or DSpark file: a block of tokens in one decode, which sees features of the target
+    (https://arxiv.org/abs/2602.06036). The block has ``spec.block_size`` positions. Arguments: as in
     :class:`SpeculativeDrafter`.
     """
 
@@ -191,11 +180,12 @@ class DFlashDrafter(SpeculativeDrafter):
 class ModelDrafter(SpeculativeDrafter):
     """Drafts with a smaller language model that has the target's vocabulary.
 
-    :param context: a draft context made of one; or the target's context, and then
-    :param draft: the model's file, the loaded model, or a draft context beside that target.
-    :param options: as of :class:`SpeculativeDrafter`.
-    :raises InvalidInputError: a number is out of range, another vocabulary, or another context's draft.
-    :raises UnsupportedError: a recurrent model, which cannot take tokens back.
+    :param context: a draft context with such a model; or the target's context, with ``draft``.
+    :param draft: the model's file, the loaded model, or a draft context beside the target's.
+    :param options: as in :class:`SpeculativeDrafter`.
+    :raises InvalidInputError: a number is out of range, the vocabulary differs, or the draft context belongs
+        to another target.
+    :raises UnsupportedError: a recurrent model, which cannot roll tokens back.
     """
 
     kind = "model"
@@ -208,7 +198,9 @@ class ModelDrafter(SpeculativeDrafter):
     ) -> None:
         if draft is None:
             if not isinstance(context, SpeculativeContext):
-                raise InvalidInputError("give ModelDrafter a draft context, or the target's and a model")
+                raise InvalidInputError(
+                    "give ModelDrafter a draft context, or the target's context and a model"
+                )
             super().__init__(context, **options)
         else:
             instance("context", context, Context)
@@ -227,7 +219,7 @@ def _beside(
     *,
     as_model: bool = False,
 ) -> SpeculativeContext:
-    """A draft context for this target.
+    """The draft context for this target, created unless it is given.
 
     :raises InvalidInputError: it was made for another one.
     """
@@ -246,11 +238,11 @@ def load_drafter(
     """Make the drafter for a file, whatever its kind: an :class:`Eagle3Drafter`, :class:`MtpDrafter`,
     :class:`DFlashDrafter` or :class:`ModelDrafter`.
 
-    :param context: the target's.
+    :param context: the target's context.
     :param draft: a file, a loaded model, or a draft context beside the target's.
-    :param options: as of :class:`SpeculativeDrafter`.
-    :raises InvalidInputError: the draft does not fit the context's model, was made for another context, has
-        MTP blocks but was loaded without them; or a number is out of range.
+    :param options: as in :class:`SpeculativeDrafter`.
+    :raises InvalidInputError: the draft does not fit the context's model, was made for another context, or
+        has MTP blocks but was loaded without them; or a number is out of range.
     :raises ModelLoadError: the file cannot be loaded.
     """
     instance("context", context, Context)
@@ -259,7 +251,7 @@ def load_drafter(
         n_blocks = draft.metadata.get(f"{draft.arch}.nextn_predict_layers", 0)
         if n_blocks:
             spec.close()
-            # As a plain model all of it would draft, perhaps the target itself: nobody wants that.
+            # As a plain model the whole of it would draft, perhaps the target itself.
             raise InvalidInputError(
                 f"{draft.path.name} has MTP blocks ({n_blocks}), but was loaded without them: load it with "
                 "load_mtp=True, or let ModelDrafter draft with all of it"
@@ -278,7 +270,7 @@ def named_drafter(
     """Make the drafter that a command line names: "ngram", "mtp" (the target's own blocks, which must be
     loaded), or a file.
 
-    :raises InvalidInputError: as of :func:`load_drafter`; or ``p_min`` of n-grams, which have no
+    :raises InvalidInputError: as in :func:`load_drafter`; or ``p_min`` with n-grams, which have no
         probabilities.
     :raises ModelLoadError: the file cannot be loaded.
     """

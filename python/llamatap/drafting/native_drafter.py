@@ -24,16 +24,16 @@ class NativeDrafter(Drafter, NativeOwner[_core.Drafter]):
 
     @property
     def n_max(self) -> MaxTokens:  # type: ignore[override]  # fixed when it is made
-        """The most tokens of a draft, or "auto"."""
+        """Maximum number of tokens in a draft, or "auto"."""
         return self._n_max
 
     def _get_native(self) -> _core.Drafter:
         if self._core is None:
-            raise ClosedError("the draft context of this drafter was closed; make both anew")
+            raise ClosedError("the draft context of this drafter was closed; create both again")
         return self._core
 
     def _release(self) -> None:
-        """Let go of the core's object, which holds a part of its draft context."""
+        """Release the core's object, which holds a part of its draft context."""
         self._core = None
 
     def process(self, batch: Batch, states: States | None = None) -> None:
@@ -66,6 +66,6 @@ class NativeDrafter(Drafter, NativeOwner[_core.Drafter]):
 
     def reset(self, seq: int) -> None:
         seq = integer("a sequence id", seq)
-        # After the context was closed there is nothing left to forget.
+        # Once the context is closed there is nothing left to forget.
         if self._core is not None:
             self._core.reset(seq)

@@ -1,4 +1,4 @@
-"""The speculative context: a draft model beside a target, one context for all sequences."""
+"""The speculative context: a draft model beside a target, in one context for all sequences."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from numpy.typing import ArrayLike, NDArray
 from llamatap import _system_limits
 from llamatap._closeable import Closeable
 from llamatap._native import NativeOwner, _core, flush_log, native_of
-from llamatap._options import Option, checked_options, takes_options
+from llamatap._options import checked_options, takes_options
 from llamatap._threads import thread_count
 from llamatap._validate import flag, instance, integer, shown
-from llamatap.context import Context, engine_switch
+from llamatap.context import Context
+from llamatap.context_options import ContextOption, engine_switch, fingerprint_of
 from llamatap.errors import ClosedError, InvalidInputError, UnsupportedError
 from llamatap.kv_memory import Memory
 from llamatap.layers import LayerId
@@ -36,11 +37,11 @@ class DraftOutput:
     """Result of :meth:`SpeculativeContext.decode`: one row for each output, in order. Arrays are owned.
 
     :ivar ids: int32 ``(n_outputs, top_k)``: the most likely tokens, most likely first. They are ids of the
-        target, also where an EAGLE-3 file has a smaller vocabulary of its own; a plain model whose vocabulary
-        is padded further than the target's may give ids that the target does not have.
+        target, even if an EAGLE-3 file has its own, smaller vocabulary; a plain model whose vocabulary is
+        padded further than the target's may give ids that the target does not have.
     :ivar probs: float32 ``(n_outputs, top_k)``: their probabilities, by a softmax over the logits.
     :ivar states: float32 ``(n_outputs, n_state)``: the states for the next pairs; None for a plain model.
-    :ivar logits: None unless asked for: float32 ``(n_outputs, spec.model.n_vocab)``, by the same ids; -inf
+    :ivar logits: None unless requested: float32 ``(n_outputs, spec.model.n_vocab)``, by the same ids; -inf
         for tokens that the draft cannot give.
     """
 
@@ -58,8 +59,8 @@ def _float_rows(name: str, values: ArrayLike) -> NDArray[np.float32]:
     if array.dtype != np.float32 or array.ndim != 2:
         raise InvalidInputError(f"{name} must be a float32 matrix, not {array.dtype} of shape {array.shape}")
     if not np.isfinite(array).all():
-        # In the memory they would reach unrelated sequences.
-        raise InvalidInputError(f"{name} hold NaN or infinity")
+        # In the KV cache they would reach unrelated sequences.
+        raise InvalidInputError(f"{name} contain NaN or infinity")
     return np.ascontiguousarray(array)
 
 
@@ -71,40 +72,52 @@ def _integers(name: str, values: ArrayLike) -> NDArray[np.int32]:
 
 
 class DraftContextOptions(TypedDict, total=False):
-    """The keyword arguments of :class:`SpeculativeContext`."""
+    """Keyword arguments of :class:`SpeculativeContext`."""
 
     n_seq_max: Annotated[
-        int | None, Option(None, "sequence ids are 0..n_seq_max-1; None for the target's", low=1)
+        int | None,
+        ContextOption(None, "sequence ids are 0..n_seq_max-1; None for the target's", low=1, recorded="no"),
     ]
-    n_ctx: Annotated[int, Option(0, "tokens that fit; 0 for the target's", low=0)]
-    n_ubatch: Annotated[int, Option(128, "the most tokens computed at once", low=1)]
-    n_threads: Annotated[int | None, Option(None, "None for the target's", low=1)]
-    type_k: Annotated[str, Option("f16", "type of the K cache, as of :class:`Context`")]
-    type_v: Annotated[str, Option("f16", "type of the V cache")]
-    flash_attn: Annotated[bool | None, Option(None, "None leaves it to the engine")]
+    n_ctx: Annotated[int, ContextOption(0, "capacity in tokens; 0 for the target's", low=0, recorded="no")]
+    n_ubatch: Annotated[
+        int, ContextOption(128, "maximum number of tokens computed at once", low=1, recorded="no")
+    ]
+    n_threads: Annotated[int | None, ContextOption(None, "None for the target's", low=1, recorded="no")]
+    type_k: Annotated[
+        str, ContextOption("f16", "type of the K cache, as in :class:`Context`", recorded="saved")
+    ]
+    type_v: Annotated[str, ContextOption("f16", "type of the V cache", recorded="saved")]
+    flash_attn: Annotated[bool | None, ContextOption(None, "None leaves it to the engine", recorded="no")]
     kv_unified: Annotated[
         bool | None,
-        Option(
+        ContextOption(
             None,
-            "as of :class:`Context`, of the draft's context. None for what the target has; but True with a "
-            "DFlash file, whose blocks of all sequences are then one decode; and False with a draft of "
-            "sliding windows, each sequence of which then has room for as many tokens as the target",
+            "as in :class:`Context`, for the draft's context. None for the target's value, except that it is "
+            "True with a DFlash file, which then decodes the blocks of all sequences together, and False "
+            "with "
+            "a draft with sliding windows, where each sequence then has as much room as the target",
+            recorded="no",
         ),
     ]
-    n_gpu_layers: Annotated[int, Option(0, "of a draft that is loaded from a file")]
-    as_model: Annotated[bool, Option(False, "take the draft as a language model, MTP blocks or not")]
+    n_gpu_layers: Annotated[
+        int, ContextOption(0, "layers on the GPU, for a draft that is loaded from a file", recorded="no")
+    ]
+    as_model: Annotated[
+        bool,
+        ContextOption(False, "use the draft as a language model, with or without MTP blocks", recorded="no"),
+    ]
 
 
 def _memory_layout(
     context: Context, draft: LoadedModel, chosen: DraftContextOptions, n_seq_max: int
 ) -> tuple[bool, int]:
-    """Whether the draft's memory is unified, and how many tokens it has room for."""
+    """Whether the draft's KV cache is unified, and its capacity in tokens."""
     n_ctx = chosen["n_ctx"] or context.n_ctx
     if chosen["kv_unified"] is not None:
         return chosen["kv_unified"], n_ctx
     unified = context.kv_unified or draft.arch == "dflash"
     if unified and 0 < native_of(draft).n_swa < n_ctx and n_seq_max > 1:
-        # In a unified memory, cells that no window reaches any more are overwritten by other sequences, and
+        # In a unified KV cache, other sequences overwrite cells that are out of reach of the windows, and
         # nothing can be rolled back.
         return False, chosen["n_ctx"] or n_ctx * n_seq_max
     return unified, n_ctx
@@ -114,10 +127,11 @@ def _memory_layout(
 class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
     """A draft model beside a target: one context for all sequences, with the calls that drafting is built on.
 
-    :param context: the target's. It is kept alive: the draft may use its token embedding and output head.
+    :param context: the target's context. It is kept alive: the draft may use its token embedding and output
+        head.
     :param draft: the drafter's file, or a loaded model: an EAGLE-3 file (architecture ``eagle3``); MTP
-        blocks, in a file of their own or in the target's (``context.model``, loaded with ``load_mtp=True``);
-        a DFlash or DSpark file (``dflash``); or a smaller language model with the target's vocabulary.
+        blocks, in a separate file or in the target's (``context.model``, loaded with ``load_mtp=True``); a
+        DFlash or DSpark file (``dflash``); or a smaller language model with the target's vocabulary.
     :options:
     :raises InvalidInputError: the draft does not fit the target (vocabulary, width, layers, d2t); with what
         was expected and found.
@@ -176,7 +190,8 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
             )
         finally:
             flush_log()
-        self._facts = {"arch": draft.arch, "type_k": chosen["type_k"], "type_v": chosen["type_v"]}
+        self._arch = draft.arch
+        self._used: dict[str, Any] = {**chosen}
         self.kind: Literal["model", "eagle3", "mtp", "dflash"] = self._native.kind  # type: ignore[assignment]
         n_layer = context.model.n_layer
         self.target_layers: tuple[LayerId, ...] = tuple(
@@ -194,7 +209,7 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
         return self._native is None
 
     def close(self) -> None:
-        """Free the draft's context, and the draft model where it was loaded here. Drafters made with it are
+        """Free the draft's context, and the draft model if it was loaded here. Drafters made with it are
         closed too: they raise ClosedError."""
         self._native = None
         for one in self._at_close:
@@ -210,12 +225,12 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
 
     @property
     def n_ctx(self) -> int:
-        """Tokens that fit into the draft's memory, of all sequences together."""
+        """Capacity of the draft's KV cache in tokens, for all sequences together."""
         return native_of(self).context.n_ctx
 
     @property
     def n_features(self) -> int:
-        """Width of a row of features: all target_layers of a token in turn; 0 for a plain model."""
+        """Width of a row of features: all target_layers of a token, concatenated; 0 for a plain model."""
         return native_of(self).n_features
 
     @property
@@ -225,20 +240,20 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
 
     @property
     def n_heads(self) -> int:
-        """How many MTP blocks are used in turn, the k-th for the k-th token of a draft."""
+        """Number of MTP blocks that are used in turn, the k-th for the k-th token of a draft."""
         return native_of(self).n_heads
 
     @property
     def block_size(self) -> int | None:
-        """Places in the block of a DFlash file: the newest token, then masks, each of which gives a token;
-        with DSpark the place of the newest token may give one too. None for other files."""
+        """Positions in the block of a DFlash file: the newest token, then masks, each of which gives a token;
+        with DSpark the position of the newest token may give one too. None for other files."""
         return native_of(self).block_size if self.kind == "dflash" else None
 
     @property
     def memory(self) -> Memory:
-        """The draft's memory of its sequences, with the same operations as the target's. Blocks that attend
-        to the target's memory (gemma4-assistant) have none to change. A drafter whose sequence is changed
-        here drafts for it again only after a reset.
+        """The draft's KV cache, with the same operations as the target's. Blocks that attend to the target's
+        KV cache (gemma4-assistant) have none to change. A drafter whose sequence is changed here drafts for
+        it again only after a reset.
         """
 
         def native() -> _core.Context:
@@ -256,8 +271,8 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
     def encode(self, features: ArrayLike) -> NDArray[np.float32]:
         """Make the states of pairs: for EAGLE-3, the fusion of the target's features; else the same values.
 
-        :param features: float32 ``(n, n_features)``: the target's states of :attr:`target_layers`, side by
-            side; any n. Of a tap with these layers, ``tap.states.array.reshape(n, -1)``.
+        :param features: float32 ``(n, n_features)``: the target's states of :attr:`target_layers`,
+            concatenated; any n. From a tap with these layers: ``tap.states.array.reshape(n, -1)``.
         :returns: float32 ``(n, n_state)``.
         :raises InvalidInputError: another shape or dtype, NaN or infinity.
         :raises UnsupportedError: the draft is a DFlash file.
@@ -280,16 +295,16 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
         logits: bool = False,
         head: int = 0,
     ) -> DraftOutput:
-        """Decode pairs, which enter the draft's memory. Does nothing without pairs.
+        """Decode pairs, which enter the draft's KV cache. Does nothing without pairs.
 
         :param tokens: int ``(n,)``.
         :param states: float32 ``(n, n_state)``; None for a plain model.
-        :param positions: int ``(n,)``: in each sequence they continue what its memory holds.
+        :param positions: int ``(n,)``: in each sequence they continue its KV cache.
         :param seqs: int ``(n,)``, or one sequence for all.
         :param outputs: bool ``(n,)``, or one for all: which entries give results.
-        :param top_k: how many tokens each output gives.
+        :param top_k: number of tokens for each output.
         :param logits: return the logits too.
-        :param head: index of the MTP block to use, where there are several.
+        :param head: index of the MTP block to use, if there are several.
         :raises InvalidInputError: a token, position, sequence, shape or dtype is wrong.
         :raises ContextFullError: there is no room.
         :raises UnsupportedError: the draft is a DFlash file.
@@ -325,7 +340,8 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
         return {
             "kind": self.kind,
             "weights": files_of(self.model).sampled_sha256,
-            **self._facts,
+            "arch": self._arch,
+            **fingerprint_of(DraftContextOptions, self._used),
             "n_state": self.n_state,
             "engine": _core.build_info()["engine_commit"],
         }
@@ -349,8 +365,7 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
 
 
 def call_at_close(context: SpeculativeContext, method: Callable[[], None]) -> None:
-    """Call a method when the context is closed, unless its object is gone by then: this does not keep it
-    alive."""
+    """Call a method when the context is closed, unless its object is gone by then: the reference is weak."""
     methods = context._at_close  # noqa: SLF001  same module
     methods[:] = [one for one in methods if one() is not None]
     methods.append(weakref.WeakMethod(method))

@@ -1,4 +1,4 @@
-"""Drafters that see the text alone: a class with one method, or a function."""
+"""Drafters that see only the text: a class with one method, or a function."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from llamatap._validate import instance, integer
 from llamatap.context import Batch
-from llamatap.drafting.draft_length import MaxTokens, longest_draft, most_tokens
+from llamatap.drafting.draft_length import MaxTokens, numeric_n_max, request_limit
 from llamatap.drafting.drafter import Draft, Drafter, DraftRequest, check_requests
 from llamatap.errors import InvalidInputError
 from llamatap.states import States
@@ -41,13 +41,13 @@ class _TokenBuffer:
         self.start, self.n = start, end
 
     def followed_by(self, token: int) -> NDArray[np.int32]:
-        """A copy, with one more token."""
+        """A copy with one more token."""
         return np.append(self._array[: self.n], np.int32(token))
 
 
 class TextDrafter(Drafter):
-    """Drafts from the text of a sequence alone: a subclass implements :meth:`guess`, and calls this class's
-    ``__init__`` if it has one of its own. The accepted tokens of each sequence are kept here.
+    """Drafts from only the text of a sequence: a subclass implements :meth:`guess`, and calls this class's
+    ``__init__`` if it has its own. The accepted tokens of each sequence are kept here.
     """
 
     draws = False
@@ -59,9 +59,9 @@ class TextDrafter(Drafter):
     def guess(self, tokens: NDArray[np.int32], n_max: int) -> ArrayLike | None:
         """Guess the token ids that follow a text; empty or None for no draft.
 
-        :param tokens: int32 ``(n,)``: the whole text, prompt and newest token included; a copy, which may be
+        :param tokens: int32 ``(n,)``: the whole text, including prompt and newest token; a copy, which may be
             changed.
-        :param n_max: how many can be used; what is beyond is cut off.
+        :param n_max: maximum number of tokens that can be used; more are cut off.
         """
 
     def process(self, batch: Batch, states: States | None = None) -> None:
@@ -81,7 +81,7 @@ class TextDrafter(Drafter):
             for position, _ in found:
                 if position != expected:
                     raise InvalidInputError(
-                        f"sequence {seq} goes on at position {expected}, not {position}; a drafter must "
+                        f"sequence {seq} continues at position {expected}, not {position}; a drafter must "
                         "process every batch"
                     )
                 expected += 1
@@ -92,7 +92,7 @@ class TextDrafter(Drafter):
     def draft(self, requests: Mapping[int, DraftRequest]) -> dict[int, Draft]:
         check_requests(requests)
         drafts = {}
-        n_own = most_tokens(self.n_max)
+        n_own = request_limit(self.n_max)
         for seq, request in requests.items():
             buffer = self._buffers.get(seq) or _TokenBuffer()
             if request.position != buffer.n:
@@ -104,7 +104,9 @@ class TextDrafter(Drafter):
             try:
                 tokens = token_array([] if found is None else found)
             except InvalidInputError as error:
-                raise InvalidInputError(f"what {type(self).__name__} guessed is no draft: {error}") from None
+                raise InvalidInputError(
+                    f"{type(self).__name__}.guess() did not return a draft: {error}"
+                ) from None
             drafts[seq] = Draft(tokens[:n_max])
         return drafts
 
@@ -114,7 +116,7 @@ class TextDrafter(Drafter):
         if not 0 <= integer("n", n) < n_entries:
             raise InvalidInputError(
                 f"sequence {seq} had {n_entries} entries in the last batch: the newest token and "
-                f"{max(n_entries - 1, 0)} drafted ones; cannot accept {n}"
+                f"{max(n_entries - 1, 0)} drafted ones; it cannot accept {n}"
             )
         buffer.n = buffer.start + n + 1
 
@@ -125,16 +127,17 @@ class TextDrafter(Drafter):
 class CallableDrafter(TextDrafter):
     """Drafts with a function of the whole text, such as llama-cpp-python's ``LlamaDraftModel`` objects.
 
-    :param function: called with the token ids so far, int32 ``(n,)``; returns those that may follow, or None.
-    :param n_max: the most tokens of a draft, or "auto".
-    :raises InvalidInputError: no function, or ``n_max`` is out of range.
+    :param function: called with the token ids so far, int32 ``(n,)``; returns guesses of the next ones, or
+        None.
+    :param n_max: maximum number of tokens in a draft, or "auto".
+    :raises InvalidInputError: not a function, or ``n_max`` is out of range.
     """
 
     def __init__(self, function: Callable[[NDArray[np.int32]], Any], *, n_max: MaxTokens = 10) -> None:
         super().__init__()
         if not callable(function):
             raise InvalidInputError(f"function must be callable, not {type(function).__name__}")
-        longest_draft(n_max)
+        numeric_n_max(n_max)
         self.n_max = n_max
         self._function = function
 

@@ -1,1 +1,1 @@
-"""Extraction: the hidden states of whole prompts at the layers asked for."""
+"""Extraction: the hidden states of whole prompts at the requested layers."""

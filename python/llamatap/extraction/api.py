@@ -22,8 +22,8 @@ from llamatap.states import States
 
 __all__ = ["extract"]
 
-#: The extractor of each model that was given to :func:`extract`. It refers to its model weakly: models are
-#: too large to wait for the garbage collection of a cycle.
+#: The extractor of each model that :func:`extract` was called with. Its reference to the model is weak:
+#: models are too large to wait for the garbage collection of a cycle.
 _extractors: weakref.WeakKeyDictionary[LoadedModel, Extractor] = weakref.WeakKeyDictionary()
 _extractors_lock = threading.Lock()
 
@@ -80,22 +80,22 @@ def extract(
     out: NDArray[Any] | Sequence[NDArray[Any]] | None = None,
     cancelled: Callable[[], bool] | None = None,
 ) -> States | list[States]:
-    """The hidden states of prompts at the layers asked for.
+    """Compute the hidden states of prompts at the requested layers.
 
-    :param model_or_context: for a Model, a context is made that is sized to the prompts and kept for the next
-        call. A Context must be empty, and is empty afterwards.
+    :param model_or_context: for a Model, a context is created that is sized to the prompts and kept for the
+        next call. A Context must be empty, and is empty afterwards.
     :param inputs: a text, token ids, or a list of either; a list gives a list. Texts are tokenised with
-        special tokens added and recognised.
+        special tokens added and parsed.
     :param layers: ids 0..n, negative from the end (-1 is H_n, pre-norm; -2 is what enters the last
         block), ``"norm"`` for norm(H_n); any subset, in any order, repeats kept. :mod:`llamatap.layers` says
         what they are in a post-norm encoder (BERT), which has no ``"norm"``.
-    :param dtype: float32 (unless said here or given by ``out``), float16 or bfloat16; converted while
-        copying, to nearest even.
-    :param max_length: cut prompts on the right to this many tokens. A text keeps the EOS that the tokenizer
-        adds.
-    :param window: positions [start, stop) that are wanted, as of a slice; one, or one for each input.
+    :param dtype: float32 (the default without ``out``), float16 or bfloat16; converted while copying, rounded
+        to nearest even.
+    :param max_length: truncate prompts on the right to this many tokens. A text keeps the EOS that the
+        tokenizer adds.
+    :param window: positions [start, stop) to return, as in a slice; one window, or one for each input.
         Positions outside take no memory.
-    :param pool: "mean", "last" or "max" over the window instead of a row a token; never normalised.
+    :param pool: "mean", "last" or "max" over the window instead of a row per token; never normalised.
     :param out: a C-contiguous array (or memmap) to write into, ``(n_tokens, n_layers, n_embd)``, or
         ``(n_layers, n_embd)`` with ``pool``; a list of them for a list of inputs.
     :param cancelled: a function such as ``threading.Event().is_set``, called in this thread before each batch
@@ -113,8 +113,8 @@ def extract(
     :raises CancelledError: ``cancelled`` returned True. The values in ``out`` are then undefined; the
         context is as it was before.
 
-    Nothing after the last wanted layer is computed, the output head included. Short prompts share
-    batches. Runs without the GIL; Ctrl-C ends it.
+    Nothing after the last requested layer is computed, not even the output head. Short prompts share batches.
+    Runs without the GIL; Ctrl-C ends it.
     """
     if not isinstance(model_or_context, (LoadedModel, Context)):
         raise InvalidInputError(f"expected a Model or a Context, found {type(model_or_context).__name__}")
@@ -123,9 +123,9 @@ def extract(
     if isinstance(model_or_context, LoadedModel):
         return _extractor_of(model).run(request)
     room = native_of(model_or_context).n_ctx_seq
-    if request.longest > room:
+    if request.longest_prompt > room:
         raise ContextFullError(
-            f"a prompt of {request.longest} tokens does not fit into a context of {room} a sequence (n_ctx); "
-            "cut it with max_length, or make a larger context"
+            f"a prompt of {request.longest_prompt} tokens does not fit into a context of {room} per sequence "
+            "(n_ctx); cut it with max_length, or make a larger context"
         )
     return request.result(compute(request, model_or_context, range(len(request.jobs))))

@@ -1,5 +1,5 @@
-"""Computing a request of extraction in a context: prompts are packed into batches, and states are captured
-straight into the result."""
+"""Computing an extraction request in a context: prompts are packed into batches, and states are captured
+directly into the result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["compute", "needs_all_outputs"]
 
 
 def compute(request: ExtractionRequest, context: Context, indices: Sequence[int]) -> dict[int, States]:
-    """The states of some prompts of a request, by index, computed in one context.
+    """Compute the states of some prompts of a request in one context. Returns them by index.
 
     :raises CancelledError: the request's ``cancelled`` returned True.
     """
@@ -31,7 +31,7 @@ def compute(request: ExtractionRequest, context: Context, indices: Sequence[int]
         for pack in pack_prompts(lengths, room, n_seq_max):
             together = [request.jobs[indices[k]] for k in pack]
             if not _capture(request, context, together) and len(together) > 1:
-                # NaN or infinity of one prompt may have reached the others in the batch.
+                # NaN or infinity in one prompt may have reached the others in the batch.
                 for job in together:
                     _capture(request, context, [job])
     finally:
@@ -45,7 +45,7 @@ def _capture(request: ExtractionRequest, context: Context, jobs: Sequence[Prompt
         n_rows = min(sum(len(job.prompt) for job in jobs), context.n_ubatch)
         engine_of(context).require_outputs(n_rows, computed=False)
     if request.cancelled is not None and request.cancelled():
-        raise CancelledError("cancelled before the engine was asked")
+        raise CancelledError("cancelled before the engine was called")
     return native_of(context).extract(
         context.model.layer_map,
         request.slots,

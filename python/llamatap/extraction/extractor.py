@@ -14,7 +14,8 @@ from llamatap._closeable import Closeable
 from llamatap._native import native_of
 from llamatap._options import given_options
 from llamatap._validate import instance
-from llamatap.context import Context, ContextOptions
+from llamatap.context import Context
+from llamatap.context_options import ContextOptions
 from llamatap.errors import BusyError, ContextFullError, UnsupportedError
 from llamatap.extraction.compute import compute, needs_all_outputs
 from llamatap.extraction.inputs import Input, Window
@@ -35,8 +36,8 @@ class Extractor(Closeable):
 
     :param model: the model.
     :param options: those of :class:`llamatap.Context`, e.g. ``type_k="f32"`` or ``flash_attn=False``.
-        Where ``n_ctx``, ``n_seq_max`` or ``n_outputs_max`` are not given, each call sizes them to its
-        prompts; the context is kept, and made anew only when it is too small.
+        If ``n_ctx``, ``n_seq_max`` or ``n_outputs_max`` are not given, each call sizes them to its prompts;
+        the context is kept, and replaced only when it is too small.
 
     >>> extractor = Extractor(model, n_ubatch=256)                      # doctest: +SKIP
     >>> states = extractor(["first prompt", "second"], layers=[-2])     # doctest: +SKIP
@@ -50,20 +51,20 @@ class Extractor(Closeable):
         self._context: Context | None = None
         self._has_outputs = False
         self._lock = threading.Lock()
-        self._extracting: int | None = None  # the thread that does
+        self._extracting: int | None = None  # id of the extracting thread
         self._process = os.getpid()
 
     def close(self) -> None:
         """Free the context; waits for a call in another thread.
 
-        :raises BusyError: this thread is extracting (a signal handler or a log handler calls).
+        :raises BusyError: called while this thread is extracting (in a signal or log handler).
         """
         if self._process != os.getpid():
             # In a forked child, the thread that held the lock is gone.
             self._drop()
             return
         if self._extracting == threading.get_ident():
-            raise BusyError("this thread is extracting; close afterwards")
+            raise BusyError("this thread is extracting; close the extractor afterwards")
         with self._lock:
             self._drop()
 
@@ -73,7 +74,7 @@ class Extractor(Closeable):
             self._context = None
 
     def _fit(self, request: ExtractionRequest, lengths: Sequence[int]) -> Context:
-        """The kept context if it suits these prompts, else a new one."""
+        """The kept context if it fits these prompts, else a new one."""
         layer_map = self.model.layer_map
         outputs = needs_all_outputs(self.model, request.slots)
         options = self._options.copy()
@@ -101,7 +102,7 @@ class Extractor(Closeable):
             outputs = outputs or self._has_outputs
             self._drop()
         options.setdefault("n_seq_max", n_seq)
-        # Without a unified cache, each sequence has a share of its own.
+        # Without a unified cache, each sequence has its own share.
         shares = 1 if options.get("kv_unified", True) else options["n_seq_max"]
         options.setdefault("n_ctx", n_ctx * shares)
         if not outputs:
@@ -172,15 +173,15 @@ class Extractor(Closeable):
             raise UnsupportedError("the model was loaded before a fork; load it in this process")
         if not self._lock.acquire(blocking=False):
             raise BusyError(
-                "another thread is extracting with this model; give each thread an Extractor of its own"
+                "another thread is extracting with this model; give each thread its own Extractor"
             )
         try:
             self._extracting = threading.get_ident()
             limit = self._options.get("n_ctx") or self.model.n_ctx_train
-            if request.longest > limit > 0:
+            if request.longest_prompt > limit > 0:
                 raise ContextFullError(
-                    f"a prompt of {request.longest} tokens is longer than the {limit} that the model was "
-                    "trained for or n_ctx allows; cut it with max_length, or give n_ctx"
+                    f"a prompt of {request.longest_prompt} tokens is longer than the {limit} that the model "
+                    "was trained for or n_ctx allows; cut it with max_length, or give n_ctx"
                 )
             done: dict[int, States] = {}
             # A prompt's states must not depend on the lengths of the others.

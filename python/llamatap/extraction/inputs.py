@@ -31,16 +31,16 @@ __all__ = [
 
 #: A prompt: text, or token ids.
 Input: TypeAlias = "str | Sequence[int] | NDArray[np.integer[Any]]"
-#: Positions [start, stop), as of a Python slice.
+#: Positions [start, stop), as in a Python slice.
 Window: TypeAlias = "tuple[int | None, int | None]"
 
 
 @dataclass(frozen=True, eq=False)
 class CheckedPrompt(Sequence[int]):
-    """A prompt whose token ids were checked for a model, and perhaps cut: it is not checked again.
+    """A prompt whose token ids were checked for a model and truncated: it is not checked again.
 
-    :ivar tokens: int32 ``(n,)``, which nobody changes.
-    :ivar n_uncut: tokens of the prompt before it was cut.
+    :ivar tokens: int32 ``(n,)``, read-only.
+    :ivar n_uncut: number of tokens before truncation.
     """
 
     tokens: NDArray[np.int32]
@@ -93,18 +93,18 @@ def is_single(inputs: object, name: str = "inputs") -> bool:
 
 
 def prompt_tokens(model: LoadedModel, prompt: Input, max_length: int | None) -> NDArray[np.int32]:
-    """The token ids of a prompt: a read-only copy, as the caller's array may change.
+    """The token ids of a prompt: a read-only copy, because the caller's array may change.
 
-    :param max_length: the most tokens; see :func:`cut_tokens`.
+    :param max_length: maximum number of tokens; see :func:`cut_tokens`.
     """
     return checked_prompt(model, prompt, max_length).tokens
 
 
 def checked_prompt(model: LoadedModel, prompt: Input, max_length: int | None) -> CheckedPrompt:
-    """A prompt as token ids, checked and cut.
+    """A prompt as token ids, checked and truncated.
 
-    :param max_length: the most tokens; see :func:`cut_tokens`. Not of a prompt that is checked already.
-    :raises InvalidInputError: it is empty, or no prompt of this model.
+    :param max_length: maximum number of tokens; see :func:`cut_tokens`. Ignored for a checked prompt.
+    :raises InvalidInputError: it is empty, or not a prompt of this model.
     """
     if isinstance(prompt, CheckedPrompt):
         return prompt
@@ -113,7 +113,7 @@ def checked_prompt(model: LoadedModel, prompt: Input, max_length: int | None) ->
         raise InvalidInputError(f"a prompt is a str or token ids, not {type(prompt).__name__}{hint}")
     if isinstance(prompt, np.ndarray) and prompt.ndim != 1:
         raise InvalidInputError(f"token ids must be one-dimensional, not of shape {prompt.shape}")
-    # An empty text is a mistake, even where it gets a BOS token.
+    # An empty text is a mistake, even if it gets a BOS token.
     if len(prompt) == 0:
         raise InvalidInputError("the prompt is empty")
     tokens = model.tokenize(prompt) if isinstance(prompt, str) else token_array(prompt)
@@ -131,9 +131,9 @@ def checked_prompt(model: LoadedModel, prompt: Input, max_length: int | None) ->
 def cut_tokens(
     model: LoadedModel, prompt: Input, tokens: NDArray[np.int32], max_length: int | None
 ) -> NDArray[np.int32]:
-    """The tokens of a prompt, cut on the right to `max_length`.
+    """The tokens of a prompt, truncated on the right to `max_length`.
 
-    A text keeps the EOS (or SEP) that the tokenizer adds: models that were trained with one are read at it.
+    A text keeps the EOS (or SEP) that the tokenizer adds: models trained with one are read out there.
     """
     if max_length is None or len(tokens) <= max_length or not isinstance(prompt, str):
         return tokens[:max_length]
@@ -144,7 +144,8 @@ def cut_tokens(
 
 
 def checked_out(out: object, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-    """`out` as a plain array (of a memmap, say), if states of that shape and dtype can be written to it.
+    """Check that states of this shape and dtype can be written to `out`. Returns it as a plain array (a
+    memmap, say, is a subclass).
 
     :raises InvalidInputError: they cannot.
     """
@@ -154,7 +155,7 @@ def checked_out(out: object, shape: tuple[int, ...], dtype: str) -> NDArray[Any]
         raise InvalidInputError("out must have no mask; give the array under it (out.data)")
     found = dtype_name(out.dtype)
     if found != dtype:
-        raise InvalidInputError(f"out is {found}, but dtype={dtype} was asked for")
+        raise InvalidInputError(f"out is {found}, but dtype={dtype} was requested")
     if out.shape != shape:
         raise InvalidInputError(f"out must have the shape {shape}, not {out.shape}")
     if not out.flags.c_contiguous:
@@ -192,9 +193,9 @@ def window_text(window: Window) -> str:
 
 
 def parse_window(name: str, text: str) -> Window:
-    """The window of a text such as "2:", ":-1" or "2:5".
+    """Parse a window such as "2:", ":-1" or "2:5".
 
-    :raises InvalidInputError: the text is another one.
+    :raises InvalidInputError: the text is not a window.
     """
     start, colon, stop = text.partition(":")
     try:

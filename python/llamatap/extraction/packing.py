@@ -8,14 +8,14 @@ from llamatap._native import _core
 
 __all__ = ["batch_sequence_limit", "pack_prompts"]
 
-# The most prompts of one batch. Recurrent models hold a state for each, and compute prompts of different
-# lengths one after the other.
+# Maximum number of prompts in one batch. Recurrent models hold a state for each, and compute prompts of
+# different lengths one after the other.
 _MOST_SEQUENCES = 64
 _MOST_RECURRENT_SEQUENCES = 8
 
 
 def batch_sequence_limit(model: _core.Model) -> int:
-    """The most prompts of one batch of a model, in a unified KV cache."""
+    """Maximum number of prompts in one batch of a model, in a unified KV cache."""
     if not model.batches_sequences:
         return 1
     return _MOST_RECURRENT_SEQUENCES if model.is_recurrent or model.is_hybrid else _MOST_SEQUENCES
@@ -24,7 +24,7 @@ def batch_sequence_limit(model: _core.Model) -> int:
 def pack_prompts(lengths: Sequence[int], room: int, n_seq_max: int) -> list[list[int]]:
     """Group prompts so that each group fits into ``room`` tokens and ``n_seq_max`` sequences.
 
-    First fit, longest first; a prompt that is longer than ``room`` has a group of its own.
+    First fit, longest first; a prompt longer than ``room`` gets its own group.
     """
     packs: list[list[int]] = []
     shortest = min(lengths)

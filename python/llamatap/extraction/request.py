@@ -1,4 +1,4 @@
-"""A request of extraction: one call's arguments, checked, with the arrays for its results."""
+"""An extraction request: the checked arguments of one call, with the arrays for its results."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class PromptJob:
     begin: int
     end: int
     shape: tuple[int, ...]
-    given: NDArray[Any] | None  # the caller's, for the states
+    given: NDArray[Any] | None  # the caller's array for the states
     out: NDArray[Any] = field(init=False)
 
 
 def _chosen_dtype(dtype: DTypeLike | str | None, outs: Sequence[object]) -> str:
-    """The name of the dtype that was asked for; else that of the first output array, else float32."""
+    """The name of the requested dtype; by default that of the first output array, or float32."""
     if dtype is not None:
         return dtype_name(dtype)
     first = next((out for out in outs if isinstance(out, np.ndarray)), None)
@@ -54,7 +54,7 @@ def _chosen_dtype(dtype: DTypeLike | str | None, outs: Sequence[object]) -> str:
 
 
 class ExtractionRequest:
-    """One call of :func:`llamatap.extract`, whose parameters it has, before anything is computed.
+    """One call of :func:`llamatap.extract`, with its parameters, before anything is computed.
 
     :raises InvalidInputError: an argument is wrong.
     :raises OutOfMemoryError: the states do not fit into memory.
@@ -103,8 +103,8 @@ class ExtractionRequest:
         self._allocate()
 
     @property
-    def longest(self) -> int:
-        """The tokens of the longest prompt."""
+    def longest_prompt(self) -> int:
+        """The number of tokens of the longest prompt."""
         return max(len(job.prompt) for job in self.jobs)
 
     def result(self, states: Mapping[int, States]) -> States | list[States]:
@@ -116,7 +116,7 @@ class ExtractionRequest:
             return [None] * count
         if is_one:
             if name == "out" and not self.single:
-                raise InvalidInputError("a list of inputs takes a list of outs, one each")
+                raise InvalidInputError("a list of inputs needs a list of outs, one for each input")
             return [value] * count
         if self.single or not isinstance(value, Sequence):
             one = {"out": "a NumPy array", "window": "(start, stop)"}[name]
@@ -135,13 +135,13 @@ class ExtractionRequest:
         return PromptJob(checked, begin, end, shape, given)
 
     def _allocate(self) -> None:
-        """Allocate the states of the prompts for which no array was given."""
+        """Allocate states for the prompts without a given array."""
         shapes = [job.shape for job in self.jobs if job.given is None]
         n_rows = sum(shape[0] if len(shape) == 3 else 1 for shape in shapes)
         require_memory(
             sum(map(math.prod, shapes)) * DTYPES[self.dtype].itemsize,
             f"the states ({n_rows:,} rows of {len(self.layers)} layers, {self.dtype}) take",
-            "ask for fewer layers or prompts, a window, a pool or float16, or give a memmap as out",
+            "request fewer layers or prompts, a window, a pool or float16, or give a memmap as out",
         )
         for job in self.jobs:
             if job.given is None:

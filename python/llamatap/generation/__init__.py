@@ -1,1 +1,1 @@
-"""Generation: continuous batching of texts in one context, with a drafter or without."""
+"""Generation: continuous batching of texts in one context, with or without a drafter."""

@@ -12,9 +12,9 @@ __all__ = ["RequestQueue"]
 
 
 class RequestQueue:
-    """The waiting and in-flight requests of a context. Requests are admitted in the order in which they came.
+    """The waiting and in-flight requests of a context. Requests are admitted in order of arrival.
 
-    :param n_sequences: how many may be in flight.
+    :param n_sequences: maximum number of in-flight requests.
     :ivar in_flight: the admitted requests, oldest first.
     """
 
@@ -38,11 +38,12 @@ class RequestQueue:
         return tuple(self._waiting)
 
     def add(self, request: Request) -> None:
-        """Queue a request. From any thread."""
+        """Queue a request. Can be called from any thread."""
         self._waiting.append(request)
 
     def cancel(self, request: Request) -> None:
-        """Cancel a request, waiting or in flight: :meth:`take_cancelled` gives it. From any thread."""
+        """Cancel a request, waiting or in flight: :meth:`take_cancelled` returns it. Can be called from any
+        thread."""
         request.cancelled.set()
         self._cancelling = True
 
@@ -76,12 +77,12 @@ class RequestQueue:
             yield request
 
     def retire(self, request: Request) -> None:
-        """A request in flight is finished: its sequence id is free."""
+        """Remove a finished request from those in flight, and free its sequence id."""
         self.in_flight.remove(request)
         self._free_ids.append(request.seq)
 
     def drop_in_flight(self) -> list[int]:
-        """Drop all requests in flight. Returns their sequence ids, which are free."""
+        """Drop all requests in flight. Returns their sequence ids, which are now free."""
         seqs = [request.seq for request in self.in_flight]
         self.in_flight = []
         self._free_ids = self._all_ids()

@@ -1,4 +1,4 @@
-"""generate(): text after prompts, by continuous batching, with a drafter or without."""
+"""generate(): continue prompts by continuous batching, with or without a drafter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GenerateOptions", "generate"]
 
-# The most sequences of a context that is made here.
+# Maximum number of sequences in a context that is created here.
 _MOST_SEQUENCES = 8
 
 
@@ -58,9 +58,9 @@ def _in_order(events: Generator[Event, None, None], n_prompts: int) -> Generator
 def _context_for(
     model_or_context: LoadedModel | Context, prompts: Sequence[NDArray[np.int32]], max_tokens: int
 ) -> tuple[Context, list[int]]:
-    """The context to generate in, and the most positions that each request may take. For a model these are
-    prompt and ``max_tokens``, but no more than the model was trained with, or than the prompt has where that
-    is longer; the context that is made has room for as many requests as run at once.
+    """The context to generate in, and the maximum number of positions of each request. For a model that is
+    the prompt plus ``max_tokens``, limited to the trained length (or to the prompt, if that is longer); the
+    new context has room for as many requests as run at once.
     """
     if isinstance(model_or_context, Context):
         return model_or_context, [request_capacity(model_or_context)] * len(prompts)
@@ -117,31 +117,31 @@ def generate(
     """Generate text after prompts by continuous batching: prompts are admitted as others end, and one decode
     of the target serves all in-flight requests.
 
-    :param model_or_context: a context with an empty memory, which is empty again afterwards; or a model,
-        which gets a context of its own, sized to the work.
+    :param model_or_context: a context with an empty memory, which is empty again afterwards; or a model, for
+        which a context of the right size is created.
     :param prompts: a str, token ids, or a list of either.
     :param drafter: a :class:`Drafter` (several in a list are asked in turn), or a function from token ids to
-        those that may follow, such as llama-cpp-python's draft models. The tokens are the same without one:
-        the target chooses every token itself, and a draft is used as far as it is equal. But the engine
-        rounds differently when it computes several tokens at once: near-ties may fall the other way, rarely
-        with float32 weights on a CPU, now and then with quantised ones.
-    :param stream: give an :class:`Event` for each token as it comes, rather than a :class:`Generation` for
-        each prompt, in the order of the prompts.
+        guesses of the next ones, such as llama-cpp-python's draft models. The tokens are the same without a
+        drafter: the target chooses every token itself, and accepts a draft as far as it matches. But the
+        engine rounds differently when it computes several tokens at once: near-ties may be decided
+        differently, rarely with float32 weights on a CPU, sometimes with quantised ones.
+    :param stream: yield an :class:`Event` for each token as it is generated, instead of a :class:`Generation`
+        for each prompt, in the order of the prompts.
     :options:
     :raises InvalidInputError: an argument is wrong, the context holds tokens, or a drafter returns no valid
         draft.
-    :raises BusyError: another generation is going on in the context or with the drafter, or another thread
-        uses the context.
+    :raises BusyError: another generation uses the context or the drafter, or another thread uses the context.
     :raises ContextFullError: a prompt is longer than the context.
     :raises UnsupportedError: the model generates no text.
-    :raises NotFiniteError: its logits hold NaN or infinity.
+    :raises NotFiniteError: its logits contain NaN or infinity.
 
-    A generation has the context's memory, and the drafter, for itself: until it ends, what would change the
-    memory raises BusyError. It ends with its last result, or with the iterator: ``close()``, or leaving a
-    loop, frees the memory. Exceptions of a drafter are raised, and the context can be used again.
+    A generation owns the context's memory and the drafter: until it ends, calls that would change the memory
+    raise BusyError. It ends with its last result, or with the iterator: ``close()``, or leaving a loop, frees
+    the memory. Exceptions of a drafter are raised, and the context can be used again.
 
-    Prefill is in pieces of ``n_batch`` tokens at most, beside the decode of in-flight requests. Penalties see
-    the prompt too. The prompt at index i has a seed of its own, ``(seed + i * 0x9E3779B1) % (2**32 - 1)``.
+    Prompts are prefilled in chunks of at most ``n_batch`` tokens, in the same passes as in-flight requests.
+    Penalties see the prompt too. The prompt at index i has its own seed, ``(seed + i * 0x9E3779B1) % (2**32 -
+    1)``.
     """
     chosen = as_drafter(drafter)
     if not isinstance(model_or_context, (LoadedModel, Context)):

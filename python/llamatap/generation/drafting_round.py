@@ -1,4 +1,4 @@
-"""The drafts of a round: which requests get one, how long it may be, and whether it can be used."""
+"""The drafts of a round: which requests get one, its length limit, and whether it is valid."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamatap._engine_context import EngineContext
-from llamatap.drafting.draft_length import measured_length, most_tokens
+from llamatap.drafting.draft_length import measured_length, request_limit
 from llamatap.drafting.drafter import Draft, Drafter, DraftRequest, checked_drafts
 from llamatap.errors import InvalidInputError
 from llamatap.generation.request import NO_DRAFT, Request
@@ -31,14 +31,14 @@ class RoundDrafts:
         self._rollback = rollback
         self._timer = timer
         self._n_vocab = engine.model.n_vocab
-        self._most_tokens = most_tokens(drafter.n_max)
+        self._request_limit = request_limit(drafter.n_max)
         self.length = measured_length(drafter.n_max)
 
     def ask(self, in_flight: Sequence[Request], in_prefill: bool) -> int:
         """Give each request its draft.
 
         :param in_prefill: whether a request of the round is in prefill.
-        :returns: how many tokens a request got, on average.
+        :returns: the average number of drafted tokens per request.
         :raises InvalidInputError: the drafter returns no valid draft.
         """
         for request in in_flight:
@@ -60,7 +60,7 @@ class RoundDrafts:
         return round(n_drafted / len(drafting))
 
     def _requests(self, in_flight: Sequence[Request], in_prefill: bool) -> dict[int, DraftRequest]:
-        """Draft requests for the texts that may go on after the next token."""
+        """Draft requests for the texts that may continue after the next token."""
         usable = {
             request.seq: min(
                 request.options.max_tokens - len(request.tokens), request.capacity - request.position
@@ -71,28 +71,28 @@ class RoundDrafts:
         }
         if not any(n > 0 for n in usable.values()):
             return {}
-        longest = self._longest(len(in_flight), in_prefill)
+        limit = self._round_limit(len(in_flight), in_prefill)
         return {
             request.seq: DraftRequest(
                 request.tokens[-1],
                 request.position,
-                min(longest, usable[request.seq]),
+                min(limit, usable[request.seq]),
                 request.sampler.seed,
             )
             for request in in_flight
-            if min(longest, usable.get(request.seq, 0)) > 0
+            if min(limit, usable.get(request.seq, 0)) > 0
         }
 
-    def _longest(self, n_in_flight: int, in_prefill: bool) -> int:
-        """The longest draft of this round, whatever room a request has."""
+    def _round_limit(self, n_in_flight: int, in_prefill: bool) -> int:
+        """Limit on the drafts of this round, whatever room a request has."""
         if self.length is None:
-            longest = self._most_tokens
+            limit = self._request_limit
         elif in_prefill:
             # Rounds with prefill are not measured, so they try no other length.
-            longest = self.length.best(n_in_flight)
+            limit = self.length.best(n_in_flight)
         else:
-            longest = self.length.choose(n_in_flight)
-        return self._rollback.longest_draft(longest)
+            limit = self.length.choose(n_in_flight)
+        return self._rollback.cap_draft(limit)
 
     def _usable(self, draft: Draft, rejection: bool) -> Draft:
         tokens = draft.tokens
@@ -110,8 +110,9 @@ def _distributions(draft: Draft, n_vocab: int) -> NDArray[np.float32]:
     """
     if draft.distributions is None:
         raise InvalidInputError(
-            "rejection=True needs drafts with the distributions that they were drawn from; drafters with a "
-            "file have them with a temperature above 0"
+            "rejection=True needs drafts with their sampling distributions; drafters with a file give them "
+            "at "
+            "a temperature above 0"
         )
     found, n = draft.distributions, len(draft.tokens)
     if found.shape != (n, n_vocab):
@@ -120,7 +121,7 @@ def _distributions(draft: Draft, n_vocab: int) -> NDArray[np.float32]:
             f"found the shape {found.shape}"
         )
     sums = found.sum(axis=1)
-    # NaN fails either comparison, and infinity the second.
+    # NaN fails both comparisons, infinity the second.
     if not (found.min() >= 0 and np.abs(sums - 1).max() <= 1e-3):
         raise InvalidInputError(
             "distributions must hold probabilities that add up to 1, none negative; found sums of "

@@ -14,7 +14,7 @@ __all__ = ["new_events"]
 
 
 def new_events(request: Request, engine: EngineContext) -> Iterator[Event]:
-    """Events of the tokens that were not given out yet, but for tokens whose states are still to come. A text
+    """Events of the tokens not yet reported, except tokens whose requested states are still to come. A text
     that ends without a new token (cancelled, ``max_tokens=0``) gives one event without a token.
 
     :param engine: the context that generates, for the provenance of states.

@@ -16,9 +16,9 @@ __all__ = ["KeptStates"]
 
 
 class KeptStates:
-    """States of a request's tokens, of its prompt and of the generated ones, copied from passes.
+    """States of a request's prompt and generated tokens, copied from the target's passes.
 
-    :param kind: what is kept of generated tokens: all of them ("full"), the last one, or nothing.
+    :param kind: which generated tokens to keep states of: all of them ("full"), the last one, or none.
     :param layers: the layers to keep.
     :param n_prompt: tokens of the prompt.
     :ivar generated: ``(n_layers, n_embd)`` of each generated token, or of the last.
@@ -35,7 +35,7 @@ class KeptStates:
         self._prompt: NDArray[np.float32] | None = None
 
     def keep_generated(self, states: States, begin: int, end: int) -> None:
-        """Keep rows ``[begin, end)`` of a pass, which are of the newest generated tokens."""
+        """Keep rows ``[begin, end)`` of a pass: those of the newest generated tokens."""
         rows = np.take(states.array[begin:end], self._columns(states), axis=1)
         if self._kind == "full":
             self.generated += list(rows)
@@ -43,7 +43,8 @@ class KeptStates:
             self.generated = [rows[-1].copy()]
 
     def keep_prompt(self, states: States, begin: int, end: int, n_prefilled: int) -> None:
-        """Keep rows ``[begin, end)`` of a pass, which end the first ``n_prefilled`` tokens of the prompt."""
+        """Keep rows ``[begin, end)`` of a pass: the last of the ``n_prefilled`` first tokens of the
+        prompt."""
         columns = self._columns(states)
         n, (n_rows, n_columns, n_embd) = end - begin, states.array.shape
         if n == n_rows == self._n_prompt and columns == list(range(n_columns)):
@@ -58,19 +59,20 @@ class KeptStates:
             piece[:, i] = states.array[begin:end, column]
 
     def omit_last(self) -> None:
-        """The last generated token has no state: nothing is left where only that one was wanted."""
+        """Record that the last generated token has no state; drops the rows if only that one was
+        requested."""
         if self._kind != "full":
             self.generated = []
 
     def states_of_prompt(self, engine: EngineContext, tokens: NDArray[np.int32]) -> States:
-        """The states of the prompt's first tokens, which were decoded."""
+        """The states of the decoded tokens of the prompt."""
         array = self._no_rows(engine) if self._prompt is None else self._prompt[: len(tokens)]
         return self._states(engine, array, tokens.tolist(), "prompt")
 
     def states_of_generated(
         self, engine: EngineContext, rows: Sequence[NDArray[np.float32]], tokens: Sequence[int]
     ) -> States | None:
-        """States of these generated tokens, whose rows are given; None where none were asked for."""
+        """States of generated tokens, from their rows; None if no states were requested."""
         if self._kind is None:
             return None
         array = np.stack(rows) if rows else self._no_rows(engine)

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, from the target's logits as they are."""
+"""Log-probabilities of tokens, from the target's unmodified logits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["at_outputs", "of_logits"]
 def at_outputs(context: Context, first_row: int, tokens: Sequence[int], n_top: int) -> list[TokenLogprobs]:
     """Log-probabilities of tokens, one for each output of the last batch from ``first_row`` on.
 
-    :param n_top: how many of the most likely tokens to give, too; all, where that is more.
-    :raises NotFiniteError: the logits hold NaN or infinity.
+    :param n_top: number of most likely tokens to return too, limited to the vocabulary.
+    :raises NotFiniteError: the logits contain NaN or infinity.
     """
     ids = np.array(tokens, np.int32)
     return _entries(ids.tolist(), *_core.logprobs(native_of(context), first_row, ids, n_top))

@@ -44,32 +44,32 @@ def _callback(name: str, value: Callable[[Generation], object]) -> Callable[[Gen
 
 
 class GenerateOptions(SamplingOptions, total=False):
-    """The keyword arguments of :func:`generate`, but for ``stream``; those of :meth:`Session.add`."""
+    """Keyword arguments of :func:`generate` except ``stream``, and of :meth:`Session.add`."""
 
     max_tokens: Annotated[
         int,
         Option(
             128,
-            "the most tokens after each prompt, a stop token included; 0, only with ``prompt_logprobs`` or "
-            "``prompt_states``, computes the prompts alone. With a model, texts are no longer than what it "
-            "was trained with (:attr:`Model.n_ctx_train`), and end there as in a full context",
+            "maximum number of generated tokens per prompt, including a stop token; 0, allowed only with "
+            "``prompt_logprobs`` or ``prompt_states``, computes only the prompts. With a model, texts end at "
+            "the length that it was trained with (:attr:`Model.n_ctx_train`), as in a full context",
         ),
     ]
     stop: Annotated[
         str | Iterable[str],
-        Option((), "strings that end a text; they are not part of it", check=_strings),
+        Option((), "strings that end a text; the text does not include them", check=_strings),
     ]
     stop_tokens: Annotated[
         Iterable[int],
-        Option((), "tokens that end a text, besides the model's own end-of-generation tokens"),
+        Option((), "tokens that end a text, besides the model's end-of-generation tokens"),
     ]
-    ignore_eos: Annotated[bool, Option(False, "go on after end-of-generation tokens")]
+    ignore_eos: Annotated[bool, Option(False, "continue after end-of-generation tokens")]
     logprobs: Annotated[
         int | None,
         Option(
             None,
-            "how many of the most likely tokens to report at each token; None for no log-probabilities. They "
-            "are of the logits as they are, whatever ``logit_bias``, penalties and temperature are",
+            "number of most likely tokens to report at each token; None for no log-probabilities. They come "
+            "from the unmodified logits, before ``logit_bias``, penalties and temperature",
             low=0,
             high=1024,
         ),
@@ -78,8 +78,8 @@ class GenerateOptions(SamplingOptions, total=False):
         int | None,
         Option(
             None,
-            "the same at each token of the prompt but the first, given the tokens before it. All rows of the "
-            "prompt then pass through the output head, at most ``n_ubatch`` of them at a time",
+            "the same at each token of the prompt except the first, given the tokens before it. All rows of "
+            "the prompt then pass through the output head, at most ``n_ubatch`` of them at a time",
             low=0,
             high=1024,
         ),
@@ -88,37 +88,35 @@ class GenerateOptions(SamplingOptions, total=False):
         Literal["last", "full"] | None,
         Option(
             None,
-            'the target\'s states of the generated tokens, from the same passes: of each (``"full"``), or of '
+            'the target\'s states of the generated tokens, from the same passes: of all (``"full"``), or of '
             'the last (``"last"``). Only the final token, which no pass has computed, costs one more decode. '
-            "At the end of a full context there is no place for the last token, so its row is missing",
+            "At the end of a full context the last token does not fit, so its row is missing",
         ),
     ]
     prompt_states: Annotated[
         bool,
         Option(
             False,
-            "the target's states of the prompt's tokens as well, from its prefill; or alone, without "
-            "``states``",
+            "the target's states of the prompt's tokens, from its prefill; with or without ``states``",
         ),
     ]
     layers: Annotated[
         Iterable[LayerId] | LayerId | None,
         Option(
             None,
-            "which states, as of :meth:`Context.tap`; None for (-2,), as there. Only with ``states`` or "
-            "``prompt_states``",
+            "layers of the states, as in :meth:`Context.tap`; None for (-2,), as there. Only with ``states`` "
+            "or ``prompt_states``",
         ),
     ]
     on_states: Annotated[
         Callable[[Generation], object] | None,
         Option(
             None,
-            "called with each :class:`Generation` as soon as its text is finished, in the thread that "
-            "generates, whatever its turn among the prompts: for collecting states while texts are made. "
-            ":attr:`Generation.states` and :attr:`Generation.prompt_states` say which tokens their rows are "
-            "of. Cancelled texts come with the rows that they have. Only with ``states`` or "
-            "``prompt_states``. Its exceptions are raised to the caller, like those of a drafter; its time "
-            "is in none of the statistics",
+            "called with each :class:`Generation` as soon as its text is finished, in the generating thread, "
+            "in the order in which texts finish: for collecting states during generation. Cancelled texts "
+            "come with the rows that they have. Only with ``states`` or ``prompt_states``. Its exceptions "
+            "are "
+            "raised to the caller, like those of a drafter; its time counts in no statistics",
             check=_callback,
         ),
     ]
@@ -126,8 +124,8 @@ class GenerateOptions(SamplingOptions, total=False):
         bool,
         Option(
             False,
-            "accept drafted tokens by rejection sampling, for drafters that draw their tokens (with a "
-            "``temperature`` above 0): the same distribution, other tokens, more of them accepted",
+            "accept drafted tokens by rejection sampling, for drafters that sample their tokens (with a "
+            "``temperature`` above 0): the same distribution, but other tokens, more of them accepted",
         ),
     ]
 
@@ -145,7 +143,7 @@ def split_options(
     chosen: dict[str, Any] = {**checked_options(GenerateOptions, options, caller)}
     sampling: dict[str, Any] = {name: chosen.pop(name) for name in read_options(SamplingOptions)}
     with_states = chosen["states"] is not None or chosen["prompt_states"]
-    # max_tokens=0 generates nothing: something of the prompt must be wanted.
+    # max_tokens=0 generates nothing: something of the prompt must be requested.
     fewest = 0 if chosen["prompt_logprobs"] is not None or chosen["prompt_states"] else 1
     integer("max_tokens", chosen["max_tokens"], fewest)
     chosen["stop_tokens"] = _token_ids(model, chosen["stop_tokens"])
@@ -153,19 +151,19 @@ def split_options(
     for name, what in (("layers", "says which states to give"), ("on_states", "takes states")):
         if chosen[name] is not None and not with_states:
             raise InvalidInputError(
-                f"{name}= {what}; say states='last', states='full' or prompt_states=True as well"
+                f"{name}= {what}; also give states='last', states='full' or prompt_states=True"
             )
     chosen["layers"] = layers
     if chosen["rejection"] and drafter is not None and not drafter.draws:
         raise InvalidInputError(
-            "rejection=True needs a drafter that draws its tokens; make it (of several, each) with a "
+            "rejection=True needs a drafter that samples its tokens; create it (each, if several) with a "
             "temperature above 0"
         )
     return RequestOptions(**chosen), cast("SamplingOptions", sampling)
 
 
 def request_capacity(context: Context) -> int:
-    """The most positions of the context's memory that one request may take."""
+    """Maximum number of positions of the context's memory for one request."""
     native = native_of(context)
     return min(native.n_ctx_seq, native.position_limit)
 
@@ -181,9 +179,9 @@ def new_request(
 ) -> Request:
     """Make a request, not admitted yet.
 
-    :param index: number of the prompt, as results and events have it.
+    :param index: number of the prompt in results and events.
     :param tokens: int32 ``(n,)``: the prompt.
-    :param capacity: the most positions that the prompt and its generated tokens may take.
+    :param capacity: maximum number of positions for the prompt and its generated tokens.
     :param sampling: all options of the sampler, with the request's own seed.
     :param name: the prompt's name in errors.
     :raises InvalidInputError: an option of the sampler is wrong.

@@ -19,16 +19,18 @@ __all__ = ["cleanup", "require_unused", "reserve"]
 
 _logger = logging.getLogger("llamatap")
 
-#: The generation that uses each drafter, by the drafter's id. The id cannot be reused meanwhile: a generation
-#: that is alive keeps its drafter alive.
+#: The generation that uses each drafter, by the drafter's id. Meanwhile the id cannot be reused: a live
+#: generation keeps its drafter alive.
 _users: dict[int, weakref.ref[object]] = {}
-#: Held while drafters are reserved. Releasing them must not wait for it: the garbage collector may do that.
+#: Held while drafters are reserved. Releasing must not wait for it: the garbage collector may release.
 _reserving = threading.Lock()
 
 _IN_USE = (
-    "another generation is going on in this context; it must end first (close() what generate() gave, or the "
+    "this context is in use by a generation; end that first (close() the iterator of generate(), or close "
+    "the "
     "Session)"
 )
+_DRAFTER_IN_USE = "the drafter is in use by another generation; give each generation its own drafter"
 
 
 def _user(drafter: Drafter) -> object | None:
@@ -40,13 +42,13 @@ def require_unused(context: Context, drafter: Drafter | None) -> None:
     """Check that the context's memory is empty, and that no generation uses it or the drafter.
 
     :raises InvalidInputError: the memory holds tokens.
-    :raises BusyError: a generation is going on.
+    :raises BusyError: a generation uses the context or the drafter.
     """
     engine = engine_of(context)
     if engine.owner is not None:
         raise BusyError(_IN_USE)
     if drafter is not None and any(_user(one) is not None for one in members(drafter)):
-        raise BusyError("the drafter is in use by another generation; give each one of its own")
+        raise BusyError(_DRAFTER_IN_USE)
     for seq in range(context.n_seq_max):
         if engine.native.memory_last(seq) >= 0:
             raise InvalidInputError(
@@ -59,7 +61,7 @@ def require_unused(context: Context, drafter: Drafter | None) -> None:
 def reserve(context: Context, drafter: Drafter | None, user: object) -> Iterator[None]:
     """Reserve the context and the drafter for `user`, until the block ends or `user` is garbage collected.
 
-    :raises BusyError: another one has them.
+    :raises BusyError: another generation has them.
     """
     drafters = [] if drafter is None else list(members(drafter))
     try:
@@ -68,7 +70,7 @@ def reserve(context: Context, drafter: Drafter | None, user: object) -> Iterator
         with _reserving:
             for one in drafters:
                 if _user(one) not in (None, user):
-                    raise BusyError("the drafter is in use by another generation; give each one of its own")
+                    raise BusyError(_DRAFTER_IN_USE)
                 _users[id(one)] = weakref.ref(user)
         yield
     finally:
@@ -81,8 +83,8 @@ def reserve(context: Context, drafter: Drafter | None, user: object) -> Iterator
 def cleanup(
     action: Callable[[], object],
 ) -> Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]:
-    """An exit callback that runs ``action`` at the end of a ``with`` block. An exception of the action is
-    raised, but logged instead where it would replace the exception that ended the block."""
+    """Make an exit callback that runs ``action`` at the end of a ``with`` block. An exception of the action
+    is raised, or logged if it would replace the exception that ended the block."""
 
     def run(
         kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -92,6 +94,6 @@ def cleanup(
         except Exception as another:
             if error is None or isinstance(error, GeneratorExit):
                 raise
-            _logger.warning("after %r the cleanup of a generation failed: %r", error, another)
+            _logger.warning("after %r, cleaning up a generation failed: %r", error, another)
 
     return run

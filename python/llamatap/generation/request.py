@@ -42,7 +42,7 @@ class RequestOptions:
 class Request:
     """A request: a prompt and the tokens generated after it.
 
-    :param index: number of the prompt, as results and events have it.
+    :param index: number of the prompt in results and events.
     :param prompt: int32 ``(n,)``.
     :param text: the text of the generated tokens.
     :param capacity: positions in the target's memory that it may take.
@@ -65,7 +65,7 @@ class Request:
         # Progress.
         #: Its sequence id while it is in flight, else -1.
         self.seq = -1
-        #: How many tokens of the prompt the target has decoded.
+        #: Number of prompt tokens that the target has decoded.
         self.n_prefilled = 0
         #: Position of the newest token. The target has decoded all tokens before it.
         self.position = 0
@@ -80,29 +80,29 @@ class Request:
         #: The text that each token completes.
         self.pieces: list[str] = []
         self.logprobs: list[TokenLogprobs] = []
-        #: One for each decoded token of the prompt; None for the first, which follows nothing.
+        #: One for each decoded token of the prompt; None for the first, which has no predecessor.
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         self.kept = KeptStates(options.states, options.layers, len(prompt))
         self.stats = Stats(prompt_tokens=len(prompt))
-        #: How many tokens were given out in events.
+        #: Number of tokens reported in events.
         self.n_given = 0
         # The current round.
         self.draft = NO_DRAFT
-        #: How many entries it has in the next pass: a piece of the prompt, or the newest token and the draft.
+        #: Number of its entries in the next pass: a chunk of the prompt, or the newest token and the draft.
         self.n_entries = 0
-        #: Entry of its first output in the pass: of the newest token, or the last of the prompt's piece.
+        #: Entry of its first output in the pass: the newest token, or the last token of the prompt's chunk.
         self.first_row = 0
         #: Row of that entry among the pass's states.
         self.first_state = 0
 
     @property
     def in_prefill(self) -> bool:
-        """Whether a part of the prompt is still to be decoded."""
+        """Whether a part of the prompt is not decoded yet."""
         return self.n_prefilled < len(self.prompt)
 
     @property
     def n_prompt_left(self) -> int:
-        """How many tokens of the prompt are still to be decoded."""
+        """Number of prompt tokens not decoded yet."""
         return len(self.prompt) - self.n_prefilled
 
     @property
@@ -112,16 +112,16 @@ class Request:
 
     @property
     def wants_states(self) -> bool:
-        """Whether the request wants states of the next pass."""
+        """Whether the request needs states of the next pass."""
         return self.options.prompt_states if self.in_prefill else self.options.states is not None
 
     @property
     def lacks_last_state(self) -> bool:
-        """Whether states were asked for, and no pass has seen the newest token."""
+        """Whether states were requested, and no pass has seen the newest token."""
         return self.options.states is not None and len(self.tokens) > 0 and not self.newest_is_decoded
 
     def flush_text(self) -> None:
-        """Release the text that was held back, as part of the newest token if its event was not given yet."""
+        """Release the held-back text, as part of the newest token if its event was not reported yet."""
         held_back = self.text.finish()
         if self.n_given < len(self.tokens):
             self.pieces[-1] += held_back

@@ -21,10 +21,10 @@ FinishReason = Literal["stop", "length", "context", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at the position of a token, by a softmax over the target's logits as they are, before
-    ``logit_bias``, penalties, temperature and the rest.
+    """Log-probabilities at the position of a token: a softmax over the target's unmodified logits, before
+    ``logit_bias``, penalties and temperature.
 
-    :ivar token: the token that was chosen, or is in the prompt.
+    :ivar token: the chosen token, or the prompt's.
     :ivar logprob: its log-probability (natural logarithm).
     :ivar top: the most likely tokens, (token, log-probability), most likely first.
     """
@@ -36,21 +36,21 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class Stats:
-    """Statistics of the generation of a text.
+    """Statistics of one generated text.
 
     :ivar prompt_tokens: tokens of the prompt.
-    :ivar tokens: tokens that were generated.
+    :ivar tokens: generated tokens.
     :ivar rounds: target passes after the prefill; each gives a token and the accepted tokens of a draft.
-    :ivar drafted: tokens that were drafted and verified; where a text ends inside a draft, not those after.
+    :ivar drafted: tokens that were drafted and verified; if a text ends inside a draft, not those after it.
     :ivar accepted: drafted tokens that became part of the text.
-    :ivar drafted_at: by position in the draft, how many tokens were verified there.
-    :ivar accepted_at: by position in the draft, how many tokens were accepted there.
-    :ivar target_seconds: seconds of the target's passes and of work on its memory; a pass of several texts is
+    :ivar drafted_at: number of verified tokens by position in the draft.
+    :ivar accepted_at: number of accepted tokens by position in the draft.
+    :ivar target_seconds: seconds of the target's passes and memory operations; a pass of several texts is
         split by their tokens in it.
-    :ivar draft_seconds: seconds of the drafter, its processing of the target's batches included; split in the
-        same way.
-    :ivar sampling_seconds: seconds of choosing tokens from logits and making text of them. Together the three
-        are all the time but what the caller spends between events.
+    :ivar draft_seconds: seconds of the drafter, including its processing of the target's batches; split in
+        the same way.
+    :ivar sampling_seconds: seconds of sampling and detokenising. Together the three are all the time except
+        what the caller spends between events.
     """
 
     prompt_tokens: int = 0
@@ -76,7 +76,8 @@ class Stats:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Acceptance by position: of the drafts at least that long, the share accepted up to there."""
+        """Acceptance by draft position: the share of drafts at least that long that were accepted up to
+        it."""
         return [
             accepted / drafted for accepted, drafted in zip(self.accepted_at, self.drafted_at, strict=True)
         ]
@@ -97,22 +98,21 @@ class Stats:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Generation:
-    """The finished text of a prompt: tokens, text, states, and statistics. Fields that were not asked for are
+    """The finished text of a prompt: tokens, text, states and statistics. Fields that were not requested are
     None.
 
     :ivar index: index of the prompt.
     :ivar prompt: int32 ``(n_prompt,)``: tokens of the prompt.
-    :ivar tokens: int32 ``(n,)``: the generated tokens, a stop token included.
+    :ivar tokens: int32 ``(n,)``: the generated tokens, including a stop token.
     :ivar text: their text, without the stop token or string.
     :ivar finish_reason: why the text ended: "stop", "length", "context" or "cancelled".
     :ivar states: the target's states of the generated tokens, one row each (``"full"``), or of the last one
-        (``"last"``). At the end of a full context there is no place for the last token, and its row is
-        missing.
+        (``"last"``). At the end of a full context the last token does not fit, and its row is missing.
     :ivar prompt_states: the target's states of the prompt's tokens, one row each; after a cancellation during
         prefill, only of the tokens that were computed.
     :ivar logprobs: one for each generated token.
     :ivar stats: the statistics.
-    :ivar prompt_logprobs: one for each token of the prompt: None for the first one, which follows nothing;
+    :ivar prompt_logprobs: one for each token of the prompt: None for the first one, which has no predecessor;
         after a cancellation during prefill, only of the tokens that were computed.
     """
 
@@ -131,7 +131,7 @@ class Generation:
 def whole_states(
     generation: Generation, dtype: np.dtype[Any] | None = None
 ) -> tuple[States, NDArray[np.float32]]:
-    """Join the states of a text: those of its prompt (where they were asked for) and of its generated tokens.
+    """Join the states of a text: of its prompt (if requested) and of its generated tokens.
 
     :param dtype: convert the states to it; None keeps theirs.
     :returns: a copy of the states, ``(n, n_layers, n_embd)``, and a mask of the generated tokens: float32
@@ -151,18 +151,18 @@ def whole_states(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Event:
-    """A generated token, as it comes. Fields that were not asked for are None.
+    """A generated token, as soon as it is known. Fields that were not requested are None.
 
     :ivar index: index of the prompt.
     :ivar token: the token; -1 in an event without one: the last event of a cancelled text whose tokens were
-        all given out (or that never had any), and the only event with ``max_tokens=0``.
-    :ivar text: the text that the token completes: whole characters, and nothing that may yet turn out to be a
-        stop string. The texts of a prompt's events join to :attr:`Generation.text`.
+        all reported (or that never had any), and the only event with ``max_tokens=0``.
+    :ivar text: the text that the token completes: whole characters, without what may become a stop string.
+        The texts of a prompt's events concatenate to :attr:`Generation.text`.
     :ivar states: the target's states of the token, one row (with ``"last"``, only of the last token). They
-        are computed a round after the token, and the event waits for them.
+        are computed in the round after the token, and the event waits for them.
     :ivar logprobs: log-probabilities at the token.
     :ivar final: in a prompt's last event, the whole generation.
-    :ivar prompt_logprobs: in a prompt's first event, as of :class:`Generation`.
+    :ivar prompt_logprobs: in a prompt's first event, as in :class:`Generation`.
     """
 
     index: int
@@ -175,6 +175,6 @@ class Event:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     def cancel(self) -> None:
-        """End this prompt's generation. The events of its last round still come, and then one with
+        """End this prompt's generation. The events of its current round still come, and then one with
         :attr:`final`. Without ``states`` the target makes no further pass for it."""
         self._cancel()

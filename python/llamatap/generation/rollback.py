@@ -1,4 +1,4 @@
-"""Rolling back rejected draft tokens, by what the target's memory can remove."""
+"""Rolling back rejected draft tokens, by the kind of the target's memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Rollback", "rollback_for"]
 class Rollback:
     """Rollback in a memory that can remove any suffix of a sequence at any time.
 
-    :ivar most_rows: the most rows that the engine computes in one ubatch.
+    :ivar most_rows: maximum number of rows that the engine computes in one ubatch.
     """
 
     def __init__(self, context: Context) -> None:
@@ -22,8 +22,8 @@ class Rollback:
         self._engine = engine_of(context)
         self.most_rows = min(context.n_ubatch, context.n_batch, context.n_outputs_max or context.n_ubatch)
 
-    def longest_draft(self, n: int) -> int:
-        """The longest draft that can be rolled back, of at most ``n`` tokens."""
+    def cap_draft(self, n: int) -> int:
+        """Cut a draft length to what can be rolled back."""
         return n
 
     def passes(self, requests: list[Request]) -> list[list[Request]]:
@@ -40,11 +40,11 @@ class Rollback:
 
 
 class SlidingWindowRollback(Rollback):
-    """Rollback with sliding windows in a unified KV cache. A ubatch may overwrite tokens of any sequence that
-    no window reaches any more, so drafts must be verified before the next ubatch: a pass with drafts is one
-    ubatch."""
+    """Rollback with sliding windows in a unified KV cache. A ubatch may overwrite any sequence's tokens that
+    are out of reach of the window, so drafts must be verified before the next ubatch: a pass with drafts is
+    one ubatch."""
 
-    def longest_draft(self, n: int) -> int:
+    def cap_draft(self, n: int) -> int:
         return min(n, self.most_rows - 1)
 
     def passes(self, requests: list[Request]) -> list[list[Request]]:
@@ -65,10 +65,10 @@ class SlidingWindowRollback(Rollback):
 
 
 class RecurrentRollback(Rollback):
-    """Rollback with recurrent layers, which can take back up to ``n_rs_seq`` tokens of the last ubatch, once.
+    """Rollback with recurrent layers, which can roll back up to ``n_rs_seq`` tokens of the last ubatch, once.
     The engine splits sequences of different length, or many of them, into several ubatches."""
 
-    def longest_draft(self, n: int) -> int:
+    def cap_draft(self, n: int) -> int:
         return min(n, self._context.n_rs_seq, self.most_rows - 1)
 
     def passes(self, requests: list[Request]) -> list[list[Request]]:
@@ -80,7 +80,7 @@ class RecurrentRollback(Rollback):
 
 
 class SnapshotRollback(Rollback):
-    """Rollback in memories that can remove nothing: save a sequence before its draft; then restore it and
+    """Rollback in memories that cannot remove a suffix: save a sequence before its draft; then restore it and
     decode the accepted tokens again."""
 
     def __init__(self, context: Context) -> None:

@@ -2,7 +2,7 @@
 
 Its parts: :mod:`admission` (which requests are in flight), :mod:`drafting_round` (their drafts),
 :mod:`target_pass` (the entries and the tap of a pass), :mod:`verification` (accepted tokens),
-:mod:`rollback` (rejected tokens), :mod:`time_accounting` (who is charged for what).
+:mod:`rollback` (rejected tokens), :mod:`time_accounting` (seconds per request).
 """
 
 from __future__ import annotations
@@ -41,14 +41,13 @@ __all__ = ["Scheduler"]
 
 class Scheduler:
     """Scheduler: draft, forward pass, verify, for the waiting and in-flight requests of one context. Within a
-    ``with`` block it has the context and the drafter for itself; the end of the block drops the requests in
-    flight.
+    ``with`` block it owns the context and the drafter; the end of the block drops the requests in flight.
 
     :ivar queue: the requests; new ones are added there.
     :raises InvalidInputError: the drafter was made for another context or asks for layers that do not exist,
         or the context holds tokens.
     :raises UnsupportedError: the model generates no text.
-    :raises BusyError: a generation is going on.
+    :raises BusyError: another generation uses the context or the drafter.
     """
 
     def __init__(self, context: Context, drafter: Drafter | None) -> None:
@@ -105,7 +104,7 @@ class Scheduler:
                 self._engine.native.memory_remove(seq, -1, -1)
 
     def check_tap(self) -> None:
-        """Check before a round that no open tap is in its way.
+        """Check before a round that no open tap blocks it.
 
         :raises InvalidInputError: a tap is open, and the drafter or a request needs states.
         """
@@ -114,7 +113,7 @@ class Scheduler:
             or any(one.options.states or one.options.prompt_states for one in self.queue.upcoming())
         ):
             raise InvalidInputError(
-                "a tap is open on this context, and the drafter or a prompt needs states; close it first"
+                "a tap is open on this context, but the drafter or a prompt needs states; close the tap first"
             )
 
     def round(self) -> list[Event]:
@@ -142,10 +141,10 @@ class Scheduler:
         return events + self._new_events(list(in_flight))
 
     def _admit(self) -> None:
-        """Admit requests, with a sequence that neither the target nor the drafter knows."""
+        """Admit requests, each with a sequence that is empty in the target and the drafter."""
         for request in self.queue.admit():
             if self._engine.native.memory_last(request.seq) >= 0:
-                # Left there after an error: it could not be removed then.
+                # Left by an error that prevented its removal.
                 self._engine.native.memory_remove(request.seq, -1, -1)
             if self._drafter is not None:
                 self._drafter.reset(request.seq)
@@ -173,14 +172,14 @@ class Scheduler:
             n_accepted = self._verifier.verify(request, states)
             if n_accepted < len(request.draft.tokens):
                 rejected.append((request, n_accepted))
-        # After all are verified: a rollback may decode, and then the logits of this pass are gone.
+        # After all are verified: a rollback may decode, which overwrites the logits of this pass.
         for request, n_accepted in rejected:
             if request.finish_reason is None or request.lacks_last_state:
                 self._rollback.rollback(request, n_accepted)
                 self._timer.charge("target", [request])
 
     def _keep_prompt(self, request: Request, states: States | None) -> None:
-        """Keep the states and the log-probabilities of the piece of the prompt that the pass had."""
+        """Keep the states and the log-probabilities of the prompt's chunk in the pass."""
         if states is not None and request.options.prompt_states:
             end = request.first_row + 1
             request.kept.keep_prompt(states, end - request.n_entries, end, request.n_prefilled)
@@ -199,7 +198,7 @@ class Scheduler:
                 if event.final is not None and request.options.on_states is not None:
                     finished.append((request.options.on_states, event.final))
             self._timer.charge("sampling", [request])
-        # All finished requests are cleaned up by now: an exception of the callback leaves nothing half done.
+        # All finished requests are cleaned up by now, so an exception of the callback does no harm.
         for on_states, generation in finished:
             on_states(generation)
         return events
@@ -227,7 +226,7 @@ class Scheduler:
             return
         batch = Batch()
         batch.add(request.tokens[-1], request.position, request.seq)
-        # It is no output: nobody wants its logits.
+        # Not an output: its logits are not needed.
         with Tap(self._engine, Capture(request.options.layers, "all", "float32")) as tap:
             self._engine.decode(batch)
         request.kept.keep_generated(tap.states, 0, 1)

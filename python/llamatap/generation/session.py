@@ -1,4 +1,4 @@
-"""Sessions: continuous batching of prompts that come at any time."""
+"""Sessions: continuous batching of prompts that are added at any time."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ _logger = logging.getLogger("llamatap")
 
 
 class Session(Closeable):
-    """Continuous batching in one context, for servers: prompts come at any time, each with its own options.
+    """Continuous batching in one context, for servers: prompts are added at any time, each with its own
+    options.
 
-    Prompts wait in the order in which they came until there is a sequence and room for them. One thread calls
-    :meth:`step` again and again; others add and cancel meanwhile.
+    Prompts wait in order of arrival for a free sequence and room. One thread calls :meth:`step` repeatedly;
+    other threads may add and cancel meanwhile.
 
-    :param context: with an empty memory, which is empty again afterwards. Until :meth:`close`, or until the
-        last reference to the session goes, the session has it, and the drafter, for itself, as
-        :func:`generate` does.
-    :param drafter: as of :func:`generate`.
-    :raises InvalidInputError: no context, its memory holds tokens, or the drafter is none for it.
-    :raises BusyError: a generation is going on in the context or with the drafter.
+    :param context: a context with an empty memory, which is empty again afterwards. Until :meth:`close`, or
+        until its last reference is gone, the session owns the context and the drafter, as :func:`generate`
+        does.
+    :param drafter: as in :func:`generate`.
+    :raises InvalidInputError: not a context, its memory holds tokens, or the drafter does not fit it.
+    :raises BusyError: a generation uses the context or the drafter.
     :raises UnsupportedError: the model generates no text.
     """
 
@@ -67,12 +68,12 @@ class Session(Closeable):
 
     @takes_options(GenerateOptions)
     def add(self, prompt: Input, **options: Unpack[GenerateOptions]) -> int:
-        """Queue a prompt. From any thread, also while another one is in :meth:`step`.
+        """Queue a prompt. Can be called from any thread, also while another one is in :meth:`step`.
 
         :param prompt: a str or token ids.
-        :param options: the keyword arguments of :func:`generate` but for ``stream``, for this prompt alone.
-            Its text is what :func:`generate` gives for it alone with the same ``seed``.
-        :returns: its number, which its events have as their ``index``: 0 of the first one, then 1, 2, ...
+        :param options: the keyword arguments of :func:`generate` except ``stream``, for this prompt only. Its
+            text is the same as that of :func:`generate` for this prompt alone with the same ``seed``.
+        :returns: its number, the ``index`` of its events: 0 for the first prompt, then 1, 2, ...
         :raises InvalidInputError: the prompt or an option is wrong.
         :raises ContextFullError: the prompt alone does not fit into the context.
         :raises ClosedError: the session, or the model, was closed.
@@ -92,9 +93,9 @@ class Session(Closeable):
         return request.index
 
     def cancel(self, index: int) -> None:
-        """End a prompt's generation, waiting or in flight. From any thread. What its last round gave still
-        comes, and with a later :meth:`step` an event with :attr:`Event.final`, whose ``finish_reason`` is
-        "cancelled". Cancelling a finished prompt does nothing.
+        """End a prompt's generation, waiting or in flight. Can be called from any thread. The events of its
+        current round still come, and from a later :meth:`step` an event with :attr:`Event.final`, whose
+        ``finish_reason`` is "cancelled". Cancelling a finished prompt does nothing.
 
         :raises InvalidInputError: there was no such prompt.
         """
@@ -108,15 +109,15 @@ class Session(Closeable):
     def step(self) -> list[Event]:
         """One round: admit prompts that fit; then draft, forward pass, verification for in-flight requests.
 
-        :returns: the events of the round. Empty when idle, and also after a round of prefill alone:
-            :attr:`pending` tells which.
+        :returns: the events of the round. Empty when idle (:attr:`pending` is 0), or after a round with only
+            prefill.
         :raises BusyError: another thread is in :meth:`step`.
         :raises ClosedError: the session was closed.
-        :raises InvalidInputError: a tap is open in the context, and states are needed: nothing was done.
+        :raises InvalidInputError: a tap is open in the context, but states are needed: nothing was done.
 
         An exception of the engine or the drafter is raised to the caller. It drops all in-flight requests,
         those admitted in this round included, and the round's events; :attr:`dropped` has their numbers.
-        Their sequences are free again, and the next step goes on with the waiting prompts.
+        Their sequences are free again, and the next step continues with the waiting prompts.
         """
         with self._one_thread("step()"):
             if self._closed:
@@ -166,10 +167,10 @@ class Session(Closeable):
         return self._closed
 
     def close(self) -> None:
-        """Forget all prompts, free their sequences, and release the context and the drafter. A second call
-        does nothing.
+        """Drop all prompts, free their sequences, and release the context and the drafter. A second call does
+        nothing.
 
-        :raises BusyError: another thread is in :meth:`step`; it must come back first.
+        :raises BusyError: another thread is in :meth:`step`.
         """
         self.__exit__(None, None, None)
 
@@ -197,12 +198,12 @@ class Session(Closeable):
         try:
             self.close()
         except Exception as error:
-            _logger.warning("a session that was not closed could not be closed: %r", error)
+            _logger.warning("closing an abandoned session failed: %r", error)
 
     @contextlib.contextmanager
     def _one_thread(self, name: str) -> Iterator[None]:
         if not self._stepping.acquire(blocking=False):
-            raise BusyError(f"{name} was called while step() is at work; one thread at a time")
+            raise BusyError(f"{name} was called during step(); only one thread at a time may")
         try:
             yield
         finally:
@@ -210,4 +211,4 @@ class Session(Closeable):
 
 
 def _closed_error() -> ClosedError:
-    return ClosedError("the session was closed; make another one of the context")
+    return ClosedError("the session was closed; create another one")

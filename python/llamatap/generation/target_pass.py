@@ -16,10 +16,10 @@ __all__ = ["TargetPass", "assign_entries"]
 
 def assign_entries(requests: Sequence[Request], context: Context, most_scored: int) -> None:
     """Choose how many entries each request has in the next pass: newest tokens and drafts first, then as much
-    of the prompts as the engine call has room for.
+    of the prompts as fits into the engine call.
 
     :param requests: the requests in flight, oldest first.
-    :param most_scored: the most entries of prompts whose tokens all are outputs: they have logits each.
+    :param most_scored: maximum number of entries of prompts whose tokens are all outputs, each with logits.
     """
     for request in requests:
         request.n_entries = 0 if request.in_prefill else 1 + len(request.draft.tokens)
@@ -29,11 +29,11 @@ def assign_entries(requests: Sequence[Request], context: Context, most_scored: i
     n_batch = context.n_batch
     left = max(
         n_batch - sum(request.n_entries for request in requests),
-        # A batch that is full without prompts takes a ubatch of them.
+        # A batch that is full without prompts still takes a ubatch of them.
         min(context.n_ubatch, n_batch),
     )
     left_scored = min(left, most_scored)
-    # The oldest prompt gets at least half of the room, so that its prefill ends too. Then the shortest
+    # The oldest prompt gets at least half of the room, so that its prefill progresses. Then the shortest
     # remainder first: short prompts do not wait for a long one.
     shortest_first = sorted(in_prefill, key=lambda request: request.n_prompt_left)
     for request, divisor in [(in_prefill[0], 2), *((request, 1) for request in shortest_first)]:
@@ -48,8 +48,8 @@ def assign_entries(requests: Sequence[Request], context: Context, most_scored: i
 class TargetPass:
     """One decode of the target for some requests.
 
-    :param requests: what they are given here: ``n_prefilled`` moves on, and ``first_row``, ``first_state``
-        say where their outputs are.
+    :param requests: the requests; this sets their ``n_prefilled``, and ``first_row`` and ``first_state``, the
+        places of their outputs.
     :param drafter_layers: the layers whose states the drafter needs, of all rows.
     """
 
@@ -67,7 +67,7 @@ class TargetPass:
             request.first_state = first_output if only_outputs else request.first_row
 
     def _add_piece(self, request: Request) -> int:
-        """Add a piece of the prompt. Returns the number of outputs."""
+        """Add a chunk of the prompt. Returns the number of outputs."""
         begin, last = request.n_prefilled, len(request.prompt) - 1
         request.n_prefilled += request.n_entries
         n_outputs = 0
@@ -87,7 +87,7 @@ class TargetPass:
         return request.n_entries
 
     def decode(self) -> States | None:
-        """Decode the batch. Returns the states of the tapped rows; None where nobody wants any."""
+        """Decode the batch. Returns the states of the tapped rows; None if none are needed."""
         if self._tap is None:
             self._engine.decode(self.batch)
             return None
@@ -99,13 +99,13 @@ class TargetPass:
 def _tap(
     engine: EngineContext, requests: Sequence[Request], drafter_layers: tuple[LayerId, ...]
 ) -> Tap | None:
-    """The tap for a pass: the layers that the drafter or the requests want. None without any."""
+    """The tap for a pass: the layers that the drafter or the requests need. None without any."""
     wanting = [request for request in requests if request.wants_states]
     layers = dict.fromkeys(drafter_layers)
     for request in wanting:
         layers |= dict.fromkeys(request.options.layers)
     if not layers:
         return None
-    # After prefill all wanted rows are outputs.
+    # After prefill all rows that are needed are outputs.
     all_rows = len(drafter_layers) > 0 or any(request.in_prefill for request in wanting)
     return Tap(engine, Capture(tuple(layers), "all" if all_rows else "outputs", "float32"))

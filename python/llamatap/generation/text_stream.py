@@ -13,7 +13,7 @@ class TextStream:
 
     :param token_bytes: function from a token to its bytes.
     :param stops: strings that end the text.
-    :ivar text: the text that was given out so far; ends before a stop string that was found.
+    :ivar text: the text returned so far; ends before a stop string that was found.
     :ivar stopped: whether a stop string was found.
     """
 

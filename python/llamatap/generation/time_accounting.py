@@ -1,4 +1,4 @@
-"""Time accounting: which request is charged for which seconds."""
+"""Time accounting: the seconds of each request, by phase."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["PhaseTimer"]
 class PhaseTimer:
     """Charges the seconds of a round to its requests, by phase (:class:`Stats`).
 
-    :ivar now: when the last charge was made.
+    :ivar now: time of the last charge.
     """
 
     def __init__(self) -> None:
         self.now = 0.0
 
     def start(self) -> float:
-        """Start a round. The seconds since the last charge were spent by the caller, and are nobody's."""
+        """Start a round. The seconds since the last charge were spent by the caller, and are not charged."""
         self.now = time.perf_counter()
         return self.now
 

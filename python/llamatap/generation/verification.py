@@ -1,4 +1,4 @@
-"""Verification: the target's own tokens, and how many drafted ones are equal to them."""
+"""Verification: the target's own tokens, and how many drafted tokens match them."""
 
 from __future__ import annotations
 
@@ -79,13 +79,14 @@ class Verifier:
             )
         except InvalidInputError as error:
             rows = range(request.first_row, request.first_row + len(draft.tokens) + 1)
-            # -infinity rules a token out.
+            # -infinity excludes a token.
             if all((self._context.logits(row) < np.inf).all() for row in rows):
                 raise
             raise NotFiniteError(str(error)) from None
 
     def _append(self, request: Request, tokens: list[int]) -> int:
-        """Append tokens up to the end of the text, with texts and log-probabilities. Returns how many."""
+        """Append tokens up to the end of the text, with their text and log-probabilities. Returns their
+        number."""
         before = len(request.tokens)
         for token in tokens:
             request.tokens.append(token)
@@ -112,9 +113,9 @@ class Verifier:
         return request.finish_reason is not None
 
     def _settle(self, request: Request, states: States | None, n_accepted: int, n_new: int) -> None:
-        """Note the outcome of a draft: statistics, states of the tokens that were decoded, the drafter.
+        """Record the outcome of a draft: statistics, states of the decoded tokens, the drafter.
 
-        :param n_new: how many tokens were appended; fewer than were accepted where the text ended before.
+        :param n_new: number of appended tokens; fewer than the accepted ones if the text ended before.
         """
         n_kept = min(n_accepted, n_new)
         request.newest_is_decoded = n_new <= n_accepted

@@ -1,4 +1,4 @@
-"""Presets: encode a prompt to the states that the pipeline of an image model computes of it.
+"""Presets: encode a prompt to the states that the pipeline of an image model computes from it.
 
 >>> from llamatap.presets import load_preset
 >>> preset = load_preset("z-image")                                    # or the path of a TOML file

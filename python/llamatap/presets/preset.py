@@ -1,4 +1,4 @@
-"""Preset: template, length, layers and rows with which a pipeline encodes prompts."""
+"""Preset: template, length, layers and rows that a pipeline encodes prompts with."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Preset:
     :ivar template: a Jinja template with the variable ``prompt``. None: the model's own chat template, with
         the prompt as the user's message, and a generation prompt.
     :ivar template_variables: variables for the model's own chat template, e.g. ``enable_thinking``.
-    :ivar max_length: the most tokens of the whole text; longer texts are truncated on the right. None: no
-        limit.
+    :ivar max_length: maximum number of tokens of the whole text; longer texts are truncated on the right.
+        None: no limit.
     :ivar rows: positions [start, stop) to keep, as a slice; None: all of them.
     :raises InvalidInputError: a value is wrong, or they contradict each other.
     """
@@ -94,7 +94,7 @@ class Preset:
             )
 
     def check(self, model: LoadedModel) -> None:
-        """Check that this is the model that the preset is made for, as far as its shape tells.
+        """Check that the model's shape is that of the model that the preset is made for.
 
         :raises InvalidInputError: architecture, depth or width differ; with what was expected and found.
         """
@@ -114,7 +114,7 @@ class Preset:
     def render(self, model: LoadedModel, prompt: str) -> str:
         """The text for the model: the template, filled with the unchanged prompt.
 
-        :raises InvalidInputError: the prompt is no text, or a template fails.
+        :raises InvalidInputError: the prompt is not a text, or a template fails.
         :raises UnsupportedError: the preset uses the model's chat template, and the model has none.
         """
         instance("prompt", prompt, str)
@@ -134,7 +134,7 @@ class Preset:
             raise InvalidInputError(f"preset {self.name}: {error}") from None
 
     def check_rows(self, n_tokens: int) -> None:
-        """Check that the preset keeps some row of a text.
+        """Check that the preset keeps at least one row of a text.
 
         :param n_tokens: the number of tokens of the text, after truncation.
         :raises InvalidInputError: it keeps none.
@@ -144,8 +144,8 @@ class Preset:
         except InvalidInputError:
             assert self.rows is not None
             raise InvalidInputError(
-                f'preset {self.name} keeps the rows "{window_text(self.rows)}" of a text, and this one has '
-                f"{n_tokens} token{'' if n_tokens == 1 else 's'}, the template's included: no row is left"
+                f'preset {self.name} keeps the rows "{window_text(self.rows)}" of a text, but this one has '
+                f"{n_tokens} token{'' if n_tokens == 1 else 's'}, including the template's: no row is left"
             ) from None
 
     @overload
@@ -179,9 +179,9 @@ class Preset:
         :param prompts: a prompt, or a list of prompts, which gives a list.
         :param dtype: float32 (the default), float16 or bfloat16.
         :returns: states with ``preset`` and ``max_length`` in their provenance; :attr:`States.truncated`
-            tells whether the text was truncated.
-        :raises InvalidInputError: the preset is made for another model, a prompt is no text, or no row of it
-            is left.
+            says whether the text was truncated.
+        :raises InvalidInputError: the preset is made for another model, a prompt is not a text, or no row of
+            it is left.
         :raises Error: what :meth:`render`, :meth:`layer_ids` and :func:`llamatap.extract` raise.
         """
         if not isinstance(model, (LoadedModel, Context, Extractor)):

@@ -1,4 +1,4 @@
-"""Preset files: TOML, read strictly, because an ignored key would be a recipe that is not followed."""
+"""Preset files: TOML, read strictly, because an ignored key would silently change the states."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def load_preset(preset: str | os.PathLike[str]) -> Preset:
 
     :param preset: a name of :func:`preset_names`, or the path of a TOML file: a ``Path``, or a str that ends
         in ``.toml`` or contains a folder.
-    :raises InvalidInputError: there is no preset of that name, no such file, or the file is no preset; with
-        the key and what is expected of it.
+    :raises InvalidInputError: there is no preset of that name, no such file, or the file is not a preset;
+        with the key and its expected value.
     :raises OSError: the file cannot be read.
     """
     if not isinstance(preset, (str, os.PathLike)):
@@ -122,13 +122,13 @@ class _Table:
 def _read(data: bytes) -> Preset:
     """Read the content of a preset file.
 
-    :raises InvalidInputError: it is no TOML, a key is unknown or missing, or a value is wrong.
+    :raises InvalidInputError: it is not TOML, a key is unknown or missing, or a value is wrong.
     """
     try:
         # Some editors write a byte order mark, which TOML does not allow.
         entries = tomllib.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise InvalidInputError(f"this is no TOML: {error}") from error
+        raise InvalidInputError(f"this is not TOML: {error}") from error
     top = _Table("", entries, ("name", "description", "source", "model", "prompt", "states"))
     name = top.required_text("name")
     model = top.table("model", ("name", "architecture", "n_layer", "n_embd"))

@@ -20,9 +20,10 @@ from llamatap.ray.worker import ModelLoading, Worker, import_ray, provenance_on_
 
 __all__ = ["write"]
 
-# The most batches of a task: what is computed again after a worker died.
+# Maximum number of batches in a task, which is computed again after a worker died.
 _MOST_BATCHES = 32
-# The fewest tasks of a worker, if there are enough batches, so that all workers end at about the same time.
+# Minimum number of tasks per worker, if there are enough batches: all workers then end at about the same
+# time.
 _LEAST_TASKS = 8
 
 
@@ -47,9 +48,9 @@ def write(
     calling process reads and tokenizes the samples and finishes the files; it needs no GPU. Ray is started if
     it is not running (``ray.init``).
 
-    A worker that dies is started again and its batches are computed again, up to ``retries`` times. An error
-    in a worker ends the run and is raised here, with the worker's traceback as its cause. What was written
-    stays, and ``resume`` goes on, with any number of workers or without Ray.
+    A worker that dies is restarted and its batches are computed again, up to ``retries`` times. An error in a
+    worker ends the run and is raised here, with the worker's traceback as its cause. The written part is
+    kept, and ``resume`` continues, with any number of workers or without Ray.
 
     :param model: the GGUF file.
     :param samples: see :class:`llamatap.dataset.Job`.
@@ -61,35 +62,27 @@ def write(
     :param num_gpus: GPUs of each worker, possibly a fraction of one. Ray waits until they are free.
     :param n_gpu_layers: layers on the GPU; None for all of them if ``num_gpus`` is more than 0.
     :param weights: see :class:`llamatap.Model`.
-    :param retries: how often a task whose worker died is tried again.
-    :param progress: called with the number of tokens that are written, and the number that there will be.
+    :param retries: number of retries of a task whose worker died.
+    :param progress: called with the number of written tokens, and the total.
     :raises InvalidInputError: the input or an option is wrong, the folder holds something else, or a worker
         has another model file, engine or back end than the others.
     :raises ModelNotFoundError: the model file is missing, here or on the machine of a worker.
     :raises UnsupportedError: the model carries no single residual stream, or a package is missing.
     :raises EngineError: workers died more than ``retries`` times over the same samples, or Ray failed.
     :raises BusyError: another run is writing to the folder.
-    :raises OSError: files cannot be read or written, or there is no room. What was written stays.
+    :raises OSError: files cannot be read or written, or there is no room. The written part is kept.
     """
     import_ray()
     options = options or DatasetOptions()
     if options.world_size != 1:
-        raise InvalidInputError(
-            "Ray divides the samples itself: leave out rank and world_size, give concurrency"
-        )
+        raise InvalidInputError("Ray shares the work: leave out rank and world_size, give concurrency")
     integer("concurrency", concurrency, 1)
     integer("retries", retries, 0)
-    for name, value in (("num_cpus", num_cpus), ("num_gpus", num_gpus)):
-        if value is not None and not (isinstance(value, (int, float)) and value >= 0):
-            raise InvalidInputError(f"{name} must be a number from 0, not {shown(value)}")
-    if num_cpus is None and not num_gpus:
-        num_cpus = 1
+    resources = _resources(num_cpus, num_gpus)
     if n_gpu_layers is None:
         n_gpu_layers = -1 if num_gpus else 0
-    if num_cpus:
-        options = replace(options, context={"n_threads": max(1, int(num_cpus)), **options.context})
-    asked = {"num_cpus": num_cpus, "num_gpus": num_gpus or None}
-    resources = {name: value for name, value in asked.items() if value is not None}
+    if n_cpus := resources.get("num_cpus"):
+        options = replace(options, context={"n_threads": max(1, int(n_cpus)), **options.context})
     # Absolute: workers have other working directories.
     loading = ModelLoading(str(Path(model).absolute()), n_gpu_layers, weights)
     with Model(model) as here:
@@ -97,6 +90,17 @@ def write(
             here, samples, Path(folder).absolute(), options, loading, resources, concurrency, retries
         )
         return job.run(progress)
+
+
+def _resources(num_cpus: float | None, num_gpus: float) -> dict[str, float]:
+    """Ray's resources of a worker."""
+    for name, value in (("num_cpus", num_cpus), ("num_gpus", num_gpus)):
+        if value is not None and not (isinstance(value, (int, float)) and value >= 0):
+            raise InvalidInputError(f"{name} must be a number of at least 0, not {shown(value)}")
+    if num_cpus is None and not num_gpus:
+        num_cpus = 1
+    found = {"num_cpus": num_cpus, "num_gpus": num_gpus or None}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 class _RayJob(Job):
@@ -146,7 +150,7 @@ class _RayJob(Job):
                 for answer in pool.map_unordered(lambda worker, part: worker.compute.remote(part), parts):
                     wrote(received(answer))
         finally:
-            # No worker may write any more once this returns or raises.
+            # No worker may write after this returns or raises.
             for worker in workers:
                 ray.kill(worker)
         # Removes samples that dead workers left half written.
@@ -162,5 +166,5 @@ def _ray_errors() -> Iterator[None]:
         yield
     except RayError as error:
         raise EngineError(
-            f"a worker of Ray died, or Ray failed; what was written stays, and resume goes on: {error}"
+            f"a worker of Ray died, or Ray failed; the written part is kept, and resume continues: {error}"
         ) from error

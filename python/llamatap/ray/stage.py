@@ -40,16 +40,16 @@ class HiddenStates:
     ...     fn_constructor_kwargs={"model": path, "options": options, "n_gpu_layers": -1},
     ... )
 
-    Reads the same columns of a row as :func:`llamatap.dataset.write`, and passes the others on. A row comes
-    back with
+    Reads the same columns of a row as :func:`llamatap.dataset.write`, and passes the others on. Returned rows
+    have
 
     * ``input_ids``, int32 ``(n,)``, and ``loss_mask``, bool ``(n,)``;
     * ``hidden_states``, ``(n, n_layers, n_embd)``, of exactly the options' layers, in their dtype. bfloat16,
       which Arrow does not have, comes as uint16 of the same bits;
     * ``error``: None, or the reason why the row has no states (its arrays then have 0 tokens).
 
-    Ray chooses which rows share a batch, and rounding depends on it: :func:`llamatap.ray.write` is
-    reproducible to the bit, this is not.
+    Ray chooses which rows share a batch, and rounding depends on that: :func:`llamatap.ray.write` is
+    reproducible to the bit, this class is not.
 
     :param model: the GGUF file, by a path that is valid for the workers.
     :param options: the layers, dtype, lengths, template, ``on_error``, ``batch_tokens`` and ``context`` are
@@ -131,7 +131,7 @@ def _objects(values: Sequence[Any]) -> NDArray[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value of Ray as plain Python: arrays as lists, structs without null fields."""
+    """Convert a value of Ray to plain Python: arrays to lists, structs without null fields."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Worker process of a Ray cluster: loads the model, computes batches, and sends results or errors back."""
+"""Worker process of a Ray cluster: loads the model, computes batches, sends results or errors back."""
 
 from __future__ import annotations
 

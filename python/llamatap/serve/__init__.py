@@ -1,7 +1,7 @@
 """The HTTP server: ``llamatap serve``, or :func:`create_app` for another ASGI server (extra ``[server]``).
 
-``POST /v1/hidden_states`` gives states; ``/v1/completions`` and ``/v1/chat/completions`` generate text as
-OpenAI's API does, and serve trainers of drafters as a verifier.
+``POST /v1/hidden_states`` returns states; ``/v1/completions`` and ``/v1/chat/completions`` generate text as
+OpenAI's API does, and act as the verifier for trainers of drafters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["ModelOptions", "ServerOptions", "VerifierOptions", "create_app"]
 
 
 def __getattr__(name: str) -> Any:
-    # The command line reads the options' defaults; it must start without FastAPI.
+    # The command line reads the defaults of options, and must start without FastAPI.
     if name == "create_app":
         from llamatap.serve.app import create_app
 

@@ -1,4 +1,4 @@
-"""Server: the models, presets and limits that the routes of an app share."""
+"""State of an app: the models, presets and limits that its routes share."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from llamatap.errors import InvalidInputError
 from llamatap.extraction.inputs import CheckedPrompt, checked_prompt
 from llamatap.model import Model
 from llamatap.presets import Preset, load_preset, preset_names
+from llamatap.serve.drain_deadline import DrainDeadline
 from llamatap.serve.errors import ApiError
 from llamatap.serve.memory_budget import Budget
 from llamatap.serve.metrics import Metrics
 from llamatap.serve.options import ServerOptions
-from llamatap.serve.shutdown import Ending
 from llamatap.serve.threads import Threads
 from llamatap.serve.verifier import VerifierFiles
 from llamatap.serve.workers.model_worker import ModelWorker
 
-__all__ = ["Server", "server_of"]
+__all__ = ["AppState", "app_state_of"]
 
-# The most characters per token, on average. Longer texts cannot fit and are not tokenised.
+# Maximum characters per token, on average. Longer texts cannot fit and are not tokenised.
 _MOST_CHARACTERS = 16
 _FEWEST_CHARACTERS = 2**16
 
 
-class Server:
+class AppState:
     """The models of an app, and the limits that its requests share."""
 
     def __init__(
@@ -37,23 +37,23 @@ class Server:
         options: ServerOptions,
         metrics: Metrics,
         verifier: VerifierFiles | None,
-        ending: Ending,
+        drain_deadline: DrainDeadline,
     ) -> None:
         self.workers = workers
         self.options = options
         self.metrics = metrics
         self.verifier = verifier
-        self.ending = ending
+        self.drain_deadline = drain_deadline
         self.presets: dict[str, Preset] = {name: load_preset(name) for name in preset_names()}
         for path in options.presets:
             preset = load_preset(path)
             if preset.name in self.presets:
                 raise InvalidInputError(
-                    f"{path}: there is a preset {preset.name!r} already; name it otherwise"
+                    f"{path}: there is already a preset {preset.name!r}; give it another name"
                 )
             self.presets[preset.name] = preset
         self.threads = Threads(options.max_queue)
-        # Separate threads: encoding, which frees memory, must not wait for requests that wait for memory.
+        # Separate threads: encoding frees memory, so it must not wait for requests that wait for memory.
         self.encoders = Threads(2**31)
         self.budget = Budget(options.max_pending_bytes, options.max_queue)
 
@@ -102,7 +102,7 @@ class Server:
         if len(prompt) > most:
             raise InvalidInputError(
                 f"the text has {len(prompt)} characters; this server takes prompts of "
-                f"{self.options.max_length} tokens, and tokenises {most} characters at most"
+                f"{self.options.max_length} tokens, and tokenises at most {most} characters"
             )
 
     def preset(self, name: str) -> Preset:
@@ -116,8 +116,8 @@ class Server:
             raise InvalidInputError(f"no preset {name!r} here; there are {', '.join(self.presets)}") from None
 
 
-def server_of(request: Request) -> Server:
-    """The server that received a request."""
-    server = request.app.state.server
-    assert isinstance(server, Server)
-    return server
+def app_state_of(request: Request) -> AppState:
+    """The state of the app that received a request."""
+    app_state = request.app.state.server
+    assert isinstance(app_state, AppState)
+    return app_state

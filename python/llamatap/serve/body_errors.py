@@ -17,9 +17,9 @@ _SAID = {"finite_number": "must be a finite number", "model_attributes_type": "m
 def _path(location: Sequence[str | int], body: Any, missing: bool) -> str:
     """The path of a place in a body: ``messages[0].content[1].image_url``.
 
-    pydantic's location has branches of unions among the fields; the body tells which part is which.
+    pydantic's location has branches of unions among the fields; the body shows which part is which.
 
-    :param missing: whether the last part is a field that is not there.
+    :param missing: whether the last part is a missing field.
     """
     path, here = "", body
     for i, part in enumerate(location):
@@ -39,12 +39,12 @@ def validation_message(error: RequestValidationError) -> str:
     for problem in problems[:5]:
         kind, said = problem["type"], _SAID.get(problem["type"], problem["msg"])
         if kind == "json_invalid":
-            return f"the body is no JSON: {problem.get('ctx', {}).get('error', said)}"
+            return f"the body is not JSON: {problem.get('ctx', {}).get('error', said)}"
         where = _path(problem["loc"][1:], error.body, kind == "missing")
         if kind == "unknown_field":
             found.append((where, f"{where}.{said}" if where else said))
         elif not where:
-            found.append((where, "a request is a JSON object"))
+            found.append((where, "a request must be a JSON object"))
         elif kind == "unserved":
             found.append((where, f"{where} {said}; leave it out"))
         else:
@@ -64,7 +64,7 @@ def unreadable_body(cause: BaseException | None) -> str:
     :param cause: the parser's exception.
     """
     if isinstance(cause, UnicodeDecodeError):
-        return f"the body is no JSON in UTF-8: {cause.reason} at byte {cause.start}"
+        return f"the body is not JSON in UTF-8: {cause.reason} at byte {cause.start}"
     if isinstance(cause, RecursionError):
         return "the body is nested too deeply"
     if isinstance(cause, ValueError):

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
-from llamatap.serve.app_state import server_of
-from llamatap.serve.shutdown import shutting_down
+from llamatap.serve.app_state import app_state_of
+from llamatap.serve.drain_deadline import shutting_down
 
 __all__ = ["ClientGoneError", "unless_gone"]
 
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class ClientGoneError(Exception):
-    """The client disconnected, so there is nobody to answer."""
+    """The client disconnected, so no response can be sent."""
 
 
 async def _disconnected(request: Request) -> None:
@@ -27,14 +27,14 @@ async def _disconnected(request: Request) -> None:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """The result of some work for a request, which is cancelled if the client disconnects.
+    """Run some work for a request; cancel it if the client disconnects.
 
     :raises ClientGoneError: the client disconnected.
     :raises ApiError: 503, the server stopped before the work was done.
     """
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_disconnected(request))
-    ended = asyncio.create_task(server_of(request).ending.wait())
+    ended = asyncio.create_task(app_state_of(request).drain_deadline.wait())
     try:
         await asyncio.wait((task, gone, ended), return_when=asyncio.FIRST_COMPLETED)
         if task.done():

@@ -65,7 +65,7 @@ class ApiError(Exception):
 
     @classmethod
     def queue_full(cls, message: str, retry_after: int) -> ApiError:
-        """429: too many requests wait.
+        """429: too many requests are waiting.
 
         :param retry_after: seconds.
         """
@@ -73,7 +73,7 @@ class ApiError(Exception):
 
 
 def api_error(error: BaseException) -> ApiError:
-    """The response for an exception: of this package, or any other."""
+    """The response for an exception, of this package or any other."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextFullError):
@@ -134,7 +134,7 @@ def install(app: FastAPI) -> None:
 
 
 class Failures:
-    """Middleware: turns an exception that nothing else caught into a response, and keeps the connection."""
+    """Middleware: turns an uncaught exception into a response, and keeps the connection."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -150,7 +150,7 @@ class Failures:
         try:
             await self.app(scope, receive, noting)
         except asyncio.CancelledError:
-            # The server is stopped by force: by a second Ctrl-C, or since --drain is over.
+            # The server is stopped by force: by a second Ctrl-C, or because --drain is over.
             if started or scope["type"] != "http":
                 raise
             ended = ApiError(

@@ -1,6 +1,6 @@
 """Field types of request bodies.
 
-Bodies are checked on the event loop, so a check ends at the first mistake: a list of a million wrong
+Bodies are checked on the event loop, so a check stops at the first mistake: a list of a million wrong
 elements, or a body with as many unknown fields, gives one error.
 """
 
@@ -90,7 +90,7 @@ Prompts: TypeAlias = Annotated[
 
 
 class Body(BaseModel):
-    """A request: all fields known, and of exactly their type."""
+    """Base of request bodies: no unknown fields, no conversion of types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -103,7 +103,7 @@ class Body(BaseModel):
             if unknown is not None:
                 raise PydanticCustomError(
                     "unknown_field",
-                    "{name} is no field of this request",
+                    "{name} is not a field of this request",
                     {"name": _shown(unknown)},
                 )
         return data

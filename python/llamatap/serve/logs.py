@@ -13,7 +13,7 @@ logger = logging.getLogger("llamatap.serve")
 
 
 class OncePerSecond(logging.Filter):
-    """Filter: shows each kind of message once a second, since clients can cause them at any rate."""
+    """Filter: shows each kind of message once per second, because clients can cause them at any rate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,8 +33,8 @@ class OncePerSecond(logging.Filter):
 
 
 def configure(verbose: bool) -> None:
-    """Log the server's lines to stderr and requests to stdout; with ``verbose`` the lines of the engine and
-    uvicorn, too."""
+    """Log the server's lines to stderr and requests to stdout; with ``verbose`` also the lines of the engine
+    and uvicorn."""
     from uvicorn.config import LOGGING_CONFIG
 
     config = copy.deepcopy(LOGGING_CONFIG)

@@ -1,4 +1,4 @@
-"""Memory that the answers of all requests may take together."""
+"""Memory budget of the responses of all requests together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ENDS = "llamatap.ends"
 
 
 class ResponseEnd:
-    """Middleware: returns the memory of a request to the budget once its response was sent, or has failed."""
+    """Middleware: returns the memory of a request to the budget once its response was sent or has failed."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -29,7 +29,7 @@ class ResponseEnd:
 
 
 class Budget:
-    """Bytes for the states and prompt log-probabilities of all requests, from before they are computed until
+    """Memory for the states and prompt log-probabilities of all requests, from before they are computed until
     they are sent. For one event loop.
 
     :param total: bytes.
@@ -54,12 +54,12 @@ class Budget:
                 413,
                 "invalid_request_error",
                 "response_too_large",
-                f"the states or log-probabilities, and what they are encoded to, would take {n_bytes} bytes; "
-                f"this server has {self.total} for those of all requests: ask for fewer of them, for "
-                "float16, or for another encoding_format",
+                f"the states or log-probabilities, with their encoded form, would take {n_bytes} bytes; this "
+                f"server has {self.total} for all requests: request fewer of them, float16, or another "
+                "encoding_format",
             )
         if self.waiting >= self.most_waiting:
-            raise ApiError.queue_full("too many requests wait for memory", retry_after=1)
+            raise ApiError.queue_full("too many requests are waiting for memory", retry_after=1)
         self.waiting += 1
         try:
             async with self._turn:

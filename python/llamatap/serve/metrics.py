@@ -11,7 +11,7 @@ __all__ = ["Metrics", "RequestMetrics"]
 
 
 class Metrics:
-    """The counters of one server, in a registry of their own: several servers can run in one process."""
+    """The counters of one server, in a separate registry: several servers can run in one process."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -33,7 +33,7 @@ class Metrics:
         )
         self.queue = Gauge(
             "llamatap_queue_prompts",
-            "Prompts that wait, and texts that are being generated.",
+            "Waiting prompts, and texts that are being generated.",
             ["model"],
             registry=self.registry,
         )

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 from llamatap._validate import integer
-from llamatap.context import ContextOptions
+from llamatap.context_options import ContextOptions
 from llamatap.errors import InvalidInputError
 from llamatap.layers import LayerId
 
-__all__ = ["ModelOptions", "ServerOptions", "VerifierOptions"]
+__all__ = ["ConnectionOptions", "ModelOptions", "ServerOptions", "VerifierOptions"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +23,13 @@ class ModelOptions:
     :ivar path: its GGUF file.
     :ivar n_gpu_layers: layers on the GPU; -1 for all.
     :ivar weights: type that its weights are converted to: "f32", "f16" or "bf16"; None keeps them.
-    :ivar context: further options of the contexts, as of :class:`llamatap.Context` (``n_threads``,
+    :ivar context: further options of the contexts, as in :class:`llamatap.Context` (``n_threads``,
         ``type_k``, ``flash_attn``, ...). The server sets their sizes.
-    :ivar n_ctx: tokens of all in-flight texts together; 0 for ``parallel`` times what the model was trained
-        with, at most 4,096 each.
-    :ivar parallel: texts that are generated at once.
+    :ivar n_ctx: KV cache size in tokens, shared by all in-flight texts; 0 for ``parallel`` times the trained
+        length, at most 4,096 each.
+    :ivar parallel: texts generated at once.
     :ivar drafter: "ngram", "mtp" (the model's own blocks) or a drafter file; None for no drafter.
-    :ivar n_max: tokens of a draft; None for the drafter's own default.
+    :ivar n_max: draft length in tokens; None for the drafter's default.
     """
 
     name: str
@@ -47,21 +47,20 @@ class ModelOptions:
         integer("parallel", self.parallel, 1, 1024)
         if 0 < self.n_ctx < self.parallel:
             raise InvalidInputError(
-                f"n_ctx is {self.n_ctx}, for {self.parallel} texts at once; each needs a token at least"
+                f"n_ctx is {self.n_ctx} for {self.parallel} texts at once; each needs at least one token"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifierOptions:
-    """Files of hidden states that completions leave for trainers of drafters.
+    """Options of the hidden-states files that completions write for trainers of drafters.
 
-    :ivar folder: the folder of the files, made if it does not exist. Nothing is written anywhere else.
-    :ivar layers: layer ids as vLLM counts, 0..n; H_n follows them as the last slot. None for those of EAGLE-3
-        drafters: ``[2, n//2, n-3]``.
+    :ivar folder: the folder of the files, created if missing. Nothing is written anywhere else.
+    :ivar layers: layer ids in vLLM's numbering, 0..n; H_n follows them as the last slot. None for those of
+        EAGLE-3 drafters: ``[2, n//2, n-3]``.
     :ivar dtype: dtype of the states in the files.
-    :ivar quota_bytes: the most bytes of all files together. Beyond it requests get 503 until files are
-        removed.
-    :ivar max_age: seconds after which a file that nobody took is removed.
+    :ivar quota_bytes: size limit of all files together. Beyond it requests get 503 until files are removed.
+    :ivar max_age: seconds after which a file that was not read is removed.
     """
 
     folder: Path
@@ -80,16 +79,16 @@ class VerifierOptions:
 class ServerOptions:
     """Limits of a server, and access to it.
 
-    :ivar api_key: the key that requests must bring as ``Authorization: Bearer``; None lets everybody in.
+    :ivar api_key: the key that requests must send as ``Authorization: Bearer``; None for no key.
     :ivar any_host: whether a server without a key answers requests whose ``Host`` is not this machine.
-    :ivar max_queue: prompts of a model that may wait; further requests get 429.
-    :ivar max_body_bytes: size of a request's body.
-    :ivar max_response_bytes: size of the states of a request, before they are encoded.
-    :ivar max_pending_bytes: size of the states of all requests and of their encoded forms, from before they
-        are computed until they are sent. Requests wait for their share.
-    :ivar max_length: the most tokens of a prompt, and the largest ``max_length`` of a request.
-    :ivar max_inputs: prompts in one request.
-    :ivar verifier: files of states that completions leave; None for no files.
+    :ivar max_queue: maximum number of waiting prompts of a model; further requests get 429.
+    :ivar max_body_bytes: maximum size of a request's body.
+    :ivar max_response_bytes: maximum size of the states of a request, before encoding.
+    :ivar max_pending_bytes: limit for the states of all requests, including their encoded form, from before
+        they are computed until they are sent. Requests wait for their share.
+    :ivar max_length: maximum number of tokens in a prompt, and the largest ``max_length`` of a request.
+    :ivar max_inputs: maximum number of prompts in one request.
+    :ivar verifier: files of states that completions write; None for no files.
     :ivar presets: TOML files of further presets.
     :ivar cors: origins ("https://example.org") whose pages may read from this server in a browser; "*" for
         all. By default none may.
@@ -112,8 +111,37 @@ class ServerOptions:
             if name.startswith("max_"):
                 integer(name, value, 1, 2**63 - 1)
         if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):
-            raise InvalidInputError("an API key is one or more printable ASCII characters, without blanks")
+            raise InvalidInputError(
+                "an API key must be one or more printable ASCII characters without blanks"
+            )
         object.__setattr__(self, "cors", tuple(map(_origin, self.cors)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionOptions:
+    """Limits of a server's connections; times in seconds.
+
+    :ivar max_connections: maximum number of open connections. Beyond it, connections that wait for their
+        client are closed, the oldest first; if all are busy, further ones get quick responses (``GET``) or
+        503.
+    :ivar header_timeout: from the connection, or the first byte of a request, to the end of its headers.
+    :ivar body_timeout: from the end of the headers to the end of the body.
+    :ivar idle_timeout: from a response to the next request.
+    :ivar send_timeout: time within which a client must read some of the data sent to it.
+    """
+
+    max_connections: int = 256
+    header_timeout: float = 10.0
+    body_timeout: float = 60.0
+    # Longer than the timeouts of clients and proxies, or they send into a closing connection.
+    idle_timeout: float = 75.0
+    send_timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        integer("max_connections", self.max_connections, 1)
+        for name in ("header_timeout", "body_timeout", "idle_timeout", "send_timeout"):
+            if not getattr(self, name) > 0:
+                raise InvalidInputError(f"{name} must be above 0 seconds, not {getattr(self, name)}")
 
 
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?/?")
@@ -123,7 +151,7 @@ _DEFAULT_PORTS = {"http": "80", "https": "443"}
 
 
 def _origin(given: str) -> str:
-    """The origin as browsers send it: only that form matches.
+    """Normalise an origin to the form that browsers send: only that form matches.
 
     :raises InvalidInputError: it is not an origin.
     """
@@ -132,8 +160,9 @@ def _origin(given: str) -> str:
     found = _ORIGIN.fullmatch(given.lower())
     if found is None:
         raise InvalidInputError(
-            "an origin is SCHEME://HOST or SCHEME://HOST:PORT, such as https://example.org, without a path "
-            f"or a pattern; or * for all; found {given!r}"
+            "an origin must be SCHEME://HOST or SCHEME://HOST:PORT, such as https://example.org, without a "
+            "path "
+            f"or a pattern, or * for all; found {given!r}"
         )
     scheme, host, port = found.groups()
     end = "" if port in (None, _DEFAULT_PORTS.get(scheme)) else f":{port}"

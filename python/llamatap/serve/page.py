@@ -24,7 +24,7 @@ def _sources(page: str, tag: str) -> str:
 def make_router(max_length: int) -> APIRouter:
     """The route of the page. The file is read once, here.
 
-    :param max_length: the most tokens of a prompt.
+    :param max_length: maximum number of tokens in a prompt.
     """
     page = files("llamatap.serve").joinpath("page.html").read_text("utf-8")
     # More than 128 rows are too small to see.
@@ -44,7 +44,7 @@ def make_router(max_length: int) -> APIRouter:
         "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
-        # A cached page of another version has a script that the policy of this one refuses.
+        # The policy of this version refuses the script of a cached page of another version.
         "Cache-Control": "no-cache",
     }
     router = APIRouter()

@@ -1,7 +1,7 @@
 """Encoding states as bodies of responses: nested lists, base64, or safetensors.
 
 Bodies are encoded and sent in pieces. Encoding holds the GIL, and the event loop must get its turn between
-the pieces; a body that is handed over whole stays in memory for as long as its client reads.
+the pieces; a body that is passed on whole stays in memory as long as its client reads.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _PIECE = 3 * 2**16
 
 
 def bytes_of(n_numbers: int, itemsize: int, encoding: Encoding) -> int:
-    """The most bytes that numbers take from their extraction until they are sent: as they are, and
-    encoded."""
+    """Maximum number of bytes of numbers from their extraction until they are sent, with their encoded
+    form."""
     # A float32 has nine digits, and a sign, a point, an exponent or zeros, and a comma.
     each = {"float": 13.0, "base64": 4 / 3 * itemsize, "safetensors": float(itemsize)}[encoding]
     return int(n_numbers * (itemsize + each))
@@ -89,7 +89,7 @@ def json_pieces(
     """An object as JSON, in pieces.
 
     :param content: the object.
-    :param fragments: values that are JSON already: an object within ``content``, its key, and the pieces of
+    :param fragments: values that are already JSON: an object within ``content``, its key, and the pieces of
         the value.
     """
     mark = uuid.uuid4().hex
@@ -103,14 +103,14 @@ def json_pieces(
 
 
 def as_safetensors(tensors: dict[str, NDArray[Any]], fields: dict[str, Any]) -> bytes:
-    """A safetensors file with metadata: strings as they are, other fields as JSON."""
+    """A safetensors file with metadata: strings unchanged, other fields as JSON."""
     from safetensors.numpy import save
 
     return save({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, to_metadata(fields))
 
 
 class PiecewiseResponse(Response):
-    """A response whose body is sent piece by piece, each once the client has taken those before it.
+    """A response whose body is sent piece by piece, each once the client has received the previous ones.
 
     :param pieces: the body, in pieces of any size.
     """
@@ -128,7 +128,7 @@ class PiecewiseResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _packed(self) -> Iterator[bytes]:
-        """The body in pieces of about one size. Pieces are freed as they are given out."""
+        """The body in pieces of about equal size. Pieces are freed as they are yielded."""
         packed, size = [], 0
         self._pieces.reverse()
         while self._pieces:

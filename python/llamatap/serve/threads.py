@@ -31,18 +31,18 @@ class Threads:
 
     @property
     def occupied(self) -> int:
-        """The number of requests that have a thread, or wait for one."""
+        """The number of requests that have a thread or wait for one."""
         found = self._places.statistics()
         return found.borrowed_tokens + found.tasks_waiting
 
     async def run(self, work: Callable[[], _T]) -> _T:
-        """Run some work in a thread. When cancelled, return only after the work is done: a thread cannot be
+        """Run some work in a thread. If cancelled, returns only after the work is done: a thread cannot be
         stopped, and until then the request keeps its place and its memory.
 
-        :raises ApiError: too many requests wait.
+        :raises ApiError: too many requests are waiting.
         """
         if self._places.statistics().tasks_waiting >= self.most_waiting:
-            raise ApiError.queue_full("too many requests wait for a thread", retry_after=1)
+            raise ApiError.queue_full("too many requests are waiting for a thread", retry_after=1)
         async with self._places:
             task = asyncio.ensure_future(anyio.to_thread.run_sync(work, limiter=self._threads))
             try:

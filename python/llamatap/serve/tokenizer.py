@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from llamatap.model import Model
-from llamatap.serve.app_state import server_of
+from llamatap.serve.app_state import app_state_of
 from llamatap.serve.errors import ErrorResponse
 from llamatap.serve.fields import Body, Ids
 
@@ -22,7 +22,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 _ModelName = Annotated[
-    str | None, Field(description="a name of GET /v1/models; may be left out where one model is served")
+    str | None, Field(description="a name of GET /v1/models; optional if one model is served")
 ]
 
 
@@ -30,9 +30,9 @@ class TokenizeRequest(Body):
     """A text to tokenise."""
 
     model: _ModelName = None
-    prompt: str = Field(description="special tokens in it are recognised")
-    add_special_tokens: bool = Field(True, description="BOS and EOS, where the model was trained with them")
-    return_token_strs: bool | None = Field(None, description="the texts of the tokens, too")
+    prompt: str = Field(description="special tokens in it are parsed")
+    add_special_tokens: bool = Field(True, description="add BOS and EOS if the model was trained with them")
+    return_token_strs: bool | None = Field(None, description="also return the texts of the tokens")
 
 
 class TokenizeResponse(BaseModel):
@@ -69,32 +69,32 @@ class TokenizerInfo(BaseModel):
 @router.post("/tokenize", responses=_ERRORS)
 async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
     """The tokens of a text."""
-    server = server_of(request)
-    worker = server.worker(body.model)
+    app_state = app_state_of(request)
+    worker = app_state.worker(body.model)
 
     def work() -> TokenizeResponse:
-        server.check_text(body.prompt)
+        app_state.check_text(body.prompt)
         tokens = worker.model.tokenize(body.prompt, add_special=body.add_special_tokens).tolist()
         texts = [_text(worker.model, token) for token in tokens] if body.return_token_strs else None
         return TokenizeResponse(
             count=len(tokens), max_model_len=worker.limits.text, tokens=tokens, token_strs=texts
         )
 
-    return await server.threads.run(work)
+    return await app_state.threads.run(work)
 
 
 @router.post("/detokenize", responses=_ERRORS)
 async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeResponse:
     """The text of tokens."""
-    server = server_of(request)
-    model = server.worker(body.model).model
-    return await server.threads.run(lambda: DetokenizeResponse(prompt=model.detokenize(body.tokens)))
+    app_state = app_state_of(request)
+    model = app_state.worker(body.model).model
+    return await app_state.threads.run(lambda: DetokenizeResponse(prompt=model.detokenize(body.tokens)))
 
 
 @router.get("/tokenizer_info", responses=_ERRORS)
 async def tokenizer_info(request: Request, model: str | None = None) -> TokenizerInfo:
     """The kind of a model's tokenizer, its BOS and EOS, and its chat template."""
-    found = server_of(request).worker(model).model
+    found = app_state_of(request).worker(model).model
     return TokenizerInfo(
         tokenizer_class=str(found.metadata.get("tokenizer.ggml.model", "none")),
         bos_token=None if found.bos_token is None else _text(found, found.bos_token),

@@ -1,4 +1,4 @@
-"""The folder of hidden-state files that completions leave for a trainer of drafters on the same machine.
+"""The folder of hidden-states files that completions write for a trainer of drafters on the same machine.
 
 The protocol is that of vLLM's ExampleHiddenStatesConnector, as the library ``hs-connectors`` reads it: a
 safetensors file with ``token_ids`` [n] int64 and ``hidden_states`` [n, n_layers, hidden], and beside it
@@ -31,7 +31,8 @@ from llamatap.layers import LayerId, default_eagle3_layers, translate
 from llamatap.model import Model
 from llamatap.serve.errors import ApiError
 from llamatap.serve.options import VerifierOptions
-from llamatap.states import DTYPES, States, write_tensors
+from llamatap.states import DTYPES, States
+from llamatap.storage.tensor_files import write_tensors
 
 __all__ = ["VerifierFiles"]
 
@@ -51,7 +52,7 @@ class VerifierFiles:
 
     def __init__(self, options: VerifierOptions) -> None:
         self.options = options
-        # Absolute, since clients get paths in it.
+        # Absolute, because clients get paths in it.
         self.folder = options.folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         if not os.access(self.folder, os.W_OK | os.X_OK):
@@ -59,7 +60,7 @@ class VerifierFiles:
         self._lock = threading.Lock()
         #: Bytes of the files being written, by name.
         self._writing: dict[str, int] = {}
-        #: Bytes of all other files, as of the last sweep; readers may have taken some since.
+        #: Bytes of all other files at the last sweep; readers may have removed some since.
         self._present = 0
         self._closing = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep_often, name="llamatap-verifier", daemon=True)
@@ -87,7 +88,9 @@ class VerifierFiles:
         try:
             return (*translate(chosen, source="vllm", n_layer=model.n_layer), model.n_layer)
         except InvalidInputError as error:
-            raise InvalidInputError(f"the verifier's layers are ids as vLLM's: {error}") from None
+            raise InvalidInputError(
+                f"the verifier's layers must be ids as vLLM counts them: {error}"
+            ) from None
 
     def check_room(self, n_tokens: int, width: int) -> None:
         """Check that there is room for a file of ``n_tokens`` tokens with ``width`` numbers each.
@@ -140,7 +143,7 @@ class VerifierFiles:
                 422,
                 "model_error",
                 "not_finite",
-                f"states of the layers {spoilt} are beyond what {dtype} holds"
+                f"states of the layers {spoilt} exceed the range of {dtype}"
                 f"{' (65504)' if dtype == 'float16' else ''}: serve with another --verifier-dtype",
             )
         return array
@@ -161,7 +164,7 @@ class VerifierFiles:
         quota = self.options.quota_bytes
         try:
             if self._present + promised + n_bytes > quota:
-                # Readers may have taken some.
+                # Readers may have removed some.
                 self._sweep()
             disk = os.statvfs(self.folder)
         except OSError as error:
@@ -169,12 +172,14 @@ class VerifierFiles:
         if (used := self._present + promised) + n_bytes > quota:
             raise _full(
                 f"the files of hidden states take {used} bytes of {quota}; this one needs {n_bytes}: remove "
-                "those that were read"
+                f"the "
+                "files that were read"
             )
         if (free := disk.f_bavail * disk.f_frsize) < promised + n_bytes:
             raise _full(
-                f"the disk of {self.folder} has {free} bytes free; {promised} are promised, and this file "
-                f"needs {n_bytes}"
+                f"the disk of {self.folder} has {free} bytes free; {promised} are reserved, and this file "
+                f"needs "
+                f"{n_bytes}"
             )
 
     def _unavailable(self, why: str) -> ApiError:
@@ -225,7 +230,7 @@ class VerifierFiles:
                 match = _NAME.fullmatch(entry.name)
                 if match is None or (name := match[1] or match[2]) in self._writing:
                     continue
-                # A trainer may take the file meanwhile.
+                # A trainer may remove the file meanwhile.
                 with contextlib.suppress(OSError):
                     is_ours = entry.is_dir if match[2] else entry.is_file
                     if is_ours(follow_symlinks=False):

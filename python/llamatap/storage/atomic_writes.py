@@ -16,18 +16,18 @@ __all__ = ["atomic_path"]
 def atomic_path(target: Path) -> Iterator[Path]:
     """A path to write to, which becomes ``target`` at the end of the block and is removed on an error.
 
-    It has the target's name, in a folder of its own beside the target: ``.NAME.`` and 8 hexadecimal digits. A
-    process that is killed leaves nothing but that folder.
+    It has the target's name, in a temporary folder beside the target: ``.NAME.`` and 8 hexadecimal digits. A
+    killed process leaves only that folder behind.
     """
     folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     folder.mkdir(0o700)
     try:
         scratch = folder / target.name
-        # So the kernel applies the umask, which cannot be read without setting it for all threads.
+        # The kernel applies the umask, which cannot be read without setting it for all threads.
         scratch.touch()
         mode = stat.S_IMODE(scratch.stat().st_mode)
         yield scratch
-        # The caller may have replaced it by a file of another mode.
+        # The caller may have replaced it with a file of another mode.
         scratch.chmod(mode)
         scratch.replace(target)
     finally:

@@ -1,4 +1,4 @@
-"""The folder of fetched models and of the remembered hashes of model files."""
+"""The folder of fetched models and of cached hashes of model files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hashes of files: sha256, computed once and remembered in the cache folder."""
+"""Hashes of files: sha256, computed once and cached in the cache folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def compute_sha256(path: Path) -> str:
 
 
 def sampled_sha256(path: Path) -> str:
-    """The sha256 of a file's size and of 64 pieces of it: quick, and another one for other weights."""
+    """The sha256 of a file's size and of 64 pieces of it: quick, and different for other weights."""
     pieces, width = 64, 4096
     with path.open("rb") as stream:
         size = stream.seek(0, os.SEEK_END)
@@ -39,7 +39,7 @@ def sampled_sha256(path: Path) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _hashed(file: Path, size: int, mtime_ns: int) -> str:
-    """As :func:`compute_sha256`, remembered in the process: the index cannot be written everywhere."""
+    """Like :func:`compute_sha256`, cached in the process: the index cannot be written everywhere."""
     return compute_sha256(file)
 
 
@@ -53,7 +53,7 @@ def _index(path: Path) -> dict[str, Any]:
 
 
 def file_sha256(path: str | os.PathLike[str]) -> str:
-    """The sha256 of a file, computed once and remembered by path, size and modification time.
+    """The sha256 of a file, computed once and cached by path, size and modification time.
 
     :raises OSError: the file cannot be read.
     """

@@ -1,7 +1,7 @@
 """Locks of files and folders (flock) that end with the process that took them, whatever it forked.
 
-The system ends such a lock however the process ends. Forked children inherit the open file, and the lock
-lasts until they have closed it too: so they close it at once.
+The system releases such a lock however the process ends. Forked children inherit the open file, and the lock
+lasts until they have closed it too, so they close it at once.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _handles: set[int] = set()
 def acquire(path: Path, *, make: bool = False, shared: bool = False, wait: bool = True) -> int:
     """Lock a folder or a file.
 
-    :param make: the file, if it is not there.
-    :param shared: beside other shared locks.
-    :param wait: until nobody else has the lock.
+    :param make: create the file if it is missing.
+    :param shared: take a shared lock.
+    :param wait: wait until the lock is free.
     :returns: the handle for :func:`release`.
-    :raises BlockingIOError: another one has it, and ``wait`` is False.
+    :raises BlockingIOError: another process has it, and ``wait`` is False.
     :raises OSError: it cannot be opened.
     """
     flags = os.O_RDWR | os.O_CREAT if make else os.O_RDONLY
@@ -40,14 +40,14 @@ def acquire(path: Path, *, make: bool = False, shared: bool = False, wait: bool 
 
 
 def release(handle: int) -> None:
-    """End a lock."""
+    """Release a lock."""
     _handles.discard(handle)
     os.close(handle)
 
 
 @contextlib.contextmanager
 def locked(path: Path, *, make: bool = False, shared: bool = False, wait: bool = True) -> Iterator[None]:
-    """Hold a lock during a ``with`` block; parameters and errors as of :func:`acquire`."""
+    """Hold a lock during a ``with`` block; parameters and errors as in :func:`acquire`."""
     handle = acquire(path, make=make, shared=shared, wait=wait)
     try:
         yield

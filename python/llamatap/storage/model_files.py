@@ -16,7 +16,7 @@ _FIRST_SHARD = re.compile(r"(.+)-00001-of-(\d{5})\.gguf", re.DOTALL)
 
 
 def shard_paths(path: Path) -> list[Path]:
-    """All shards of a split model by the name of its first one, in order; of another file, the file alone."""
+    """Shards of a split model, by the name of its first one, in order; otherwise only the file itself."""
     if (found := _FIRST_SHARD.fullmatch(path.name)) is None:
         return [path]
     prefix, count = found[1], int(found[2])
@@ -33,25 +33,25 @@ class ModelFiles:
 
     def __init__(self, path: Path) -> None:
         first, *others = shard_paths(path)
-        # The name of a shard does not make a file one: the engine tells later.
+        # Only the engine knows later whether a file with a shard's name is one.
         self.paths = [first, *(other for other in others if other.is_file())]
         self._statuses = [_status(one) for one in self.paths]
         self._samples = [sampled_sha256(one) for one in self.paths]
 
     def only_first(self) -> None:
-        """Keep the first file alone: the model is not split, whatever the file's name."""
+        """Keep only the first file: the model is not split, whatever the file's name."""
         del self.paths[1:], self._statuses[1:], self._samples[1:]
 
     @property
     def sampled_sha256(self) -> str:
-        """A quick hash of pieces of all files, which tells models of one shape apart."""
+        """A quick hash of pieces of all files, which distinguishes models of the same shape."""
         return _combined(self._samples)
 
     def sha256(self) -> str | None:
         """The sha256 of the file; of a split model, that of the lines with its shards' sha256, in order:
-        ``sha256sum NAME-*.gguf | cut -c 1-64 | sha256sum``. None when a file is gone or was replaced.
+        ``sha256sum NAME-*.gguf | cut -c 1-64 | sha256sum``. None if a file is gone or was replaced.
 
-        Each file is hashed once, and its hash remembered.
+        Each file is hashed once, and its hash is cached.
         """
         try:
             if [_status(one) for one in self.paths] != self._statuses:

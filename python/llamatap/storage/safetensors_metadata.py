@@ -1,7 +1,7 @@
-"""Metadata of safetensors files: any JSON value, in a format that holds strings alone.
+"""Metadata of safetensors files: any JSON value, in a format that holds only strings.
 
-A string is written as it is and all else as JSON, so that any reader of such files can make sense of it.
-``json_keys``, itself JSON, lists the keys whose values are JSON: it tells 3 from "3".
+A string is written as it is, everything else as JSON, so that any reader of such files understands it.
+``json_keys``, itself JSON, lists the keys whose values are JSON: it distinguishes 3 from "3".
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["JSON_KEYS", "from_metadata", "to_metadata"]
 #: The key whose value lists the keys of JSON values.
 JSON_KEYS = "json_keys"
 
-# The keys of JSON values in files that were written without that list.
+# The keys of JSON values in files without that list.
 _ALWAYS_JSON = frozenset(
     (
         "flash_attention",

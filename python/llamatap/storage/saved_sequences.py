@@ -1,4 +1,4 @@
-"""The format of a saved sequence: the engine's bytes after a header that says which contexts they fit."""
+"""Format of a saved sequence: a header naming the contexts it fits, then the engine's bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAGIC = b"llamatap-state-1"
 
 
 def pack(fingerprint: Mapping[str, Any], state: bytes) -> bytes:
-    """`state` after a header with the fingerprint of its context and a checksum."""
+    """Prepend the fingerprint of its context and a checksum to `state`."""
     header = json.dumps(fingerprint, sort_keys=True).encode()
     return b"".join(
         (_MAGIC, struct.pack("<IQI", len(header), len(state), zlib.crc32(header + state)), header, state)
@@ -24,7 +24,7 @@ def pack(fingerprint: Mapping[str, Any], state: bytes) -> bytes:
 
 
 def unpack(fingerprint: Mapping[str, Any], data: object) -> bytes:
-    """Check `data` against the fingerprint of a context, and take the engine's bytes out of it.
+    """Check `data` against the fingerprint of a context, and extract the engine's bytes.
 
     :raises InvalidInputError: the data is truncated or damaged, or was saved from another context.
     """
@@ -33,7 +33,7 @@ def unpack(fingerprint: Mapping[str, Any], data: object) -> bytes:
     data = bytes(data)
     fixed = len(_MAGIC) + struct.calcsize("<IQI")
     if len(data) < fixed or not data.startswith(_MAGIC):
-        raise InvalidInputError("this is no saved state of llamatap")
+        raise InvalidInputError("expected a state saved by llamatap; found other data")
     n_header, n_state, checksum = struct.unpack_from("<IQI", data, len(_MAGIC))
     if len(data) != fixed + n_header + n_state:
         raise InvalidInputError(
@@ -51,7 +51,7 @@ def unpack(fingerprint: Mapping[str, Any], data: object) -> bytes:
     for key, value in fingerprint.items():
         if found.get(key) != value:
             raise InvalidInputError(
-                f"the saved state is of another context: its {key} is {found.get(key)!r}, "
-                f"this one's is {value!r}"
+                f"the saved state does not match this context: {key} is {found.get(key)!r} there, "
+                f"{value!r} here"
             )
     return state

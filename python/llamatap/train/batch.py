@@ -49,8 +49,8 @@ class TrainingBatch(TypedDict):
 def window(sample: TrainingSample, max_len: int = 512) -> tuple[int, int]:
     """The part of a sample to train on: ``max_len`` tokens, or the whole sample if that is shorter.
 
-    It starts at the first token of the response if the response fits. Of a longer response it is the end, and
-    of a sample without a response the last tokens.
+    It starts at the first token of the response if the response fits; otherwise it is the end of the
+    response. Without a response it is the end of the sample.
 
     :returns: (start, stop): 2,048 tokens of which the last 548 are the response give (1536, 2048).
     """
@@ -108,7 +108,7 @@ def training_batch(
 ) -> TrainingBatch:
     """Make a batch of the windows of the samples that can be trained on (:func:`trainable`).
 
-    :param max_len: the most tokens of a window.
+    :param max_len: maximum number of tokens in a window.
     :param pairing: "eagle" to train drafters that the engine runs; see :data:`Pairing`.
     :raises InvalidInputError: there is nothing to train on, with the numbers of samples by reason; or the
         samples differ in layers, shapes or dtypes.
@@ -154,7 +154,7 @@ def _columns(samples: Sequence[TrainingSample], parts: Sequence[slice]) -> tuple
             for layers, shape, dtype in sorted(kinds, key=str)
         )
         raise InvalidInputError(
-            f"samples of one batch must be of the same layers, shape and dtype; found {found}"
+            f"samples of one batch must have the same layers, shape and dtype; found {found}"
         )
     windows = [array[part] for array, part in zip(arrays, parts, strict=True)]
     if windows[0].ndim == 2:
@@ -165,7 +165,7 @@ def _columns(samples: Sequence[TrainingSample], parts: Sequence[slice]) -> tuple
 
 
 def nothing_to_train_on(n_samples: int, reasons: dict[str, int]) -> str:
-    """The message of the error that there is nothing to train on, with the reasons."""
+    """Error message that there is nothing to train on, with the reasons."""
     if not n_samples:
         return (
             "there is nothing to train on: no sample was added; give on_states=buffer.add_generation to "

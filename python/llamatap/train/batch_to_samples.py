@@ -38,7 +38,7 @@ def read_batch(
 
     :param layers: the layers of the states; None if unknown.
     :param dtype: the dtype that states are converted to; None keeps theirs.
-    :raises InvalidInputError: the batch is none, or states do not fit their tokens.
+    :raises InvalidInputError: it is not a batch, or states do not fit their tokens.
     """
     if not isinstance(batch, Mapping) or batch.get("input_ids") is None:
         raise InvalidInputError("a batch must be a dict with 'input_ids'")
@@ -61,7 +61,7 @@ def read_batch(
             n_layers = 1 if rows is None or rows.ndim == 2 else rows.shape[1]
             if rows is not None and layers is not None and len(layers) != n_layers:
                 raise InvalidInputError(
-                    f"hidden_states of sample {i} are of {n_layers} layers; layers= names {list(layers)}"
+                    f"hidden_states of sample {i} have {n_layers} layers; layers= names {list(layers)}"
                 )
         found.append(Arrays(tokens[kept], loss[kept], rows))
     return found
@@ -116,7 +116,7 @@ def read_states(
 ) -> NDArray[Any] | None:
     """States, ``(n, n_embd)`` or ``(n, n_layers, n_embd)``, of the tokens that are kept; None if empty.
 
-    :param kept: which tokens are no padding, bool ``(n_padded,)``.
+    :param kept: which tokens are not padding, bool ``(n_padded,)``.
     :param dtype: the dtype to convert to; None keeps theirs.
     """
     array = np.asarray(value, np.float32) if isinstance(value, (list, tuple)) else _array(value)
@@ -157,7 +157,7 @@ def _array(value: Any) -> NDArray[Any]:
 
 
 def _split(value: Any) -> list[Any]:
-    """The entries of a column, one a sample; a single sample may be given without a list around it."""
+    """The entries of a column, one per sample; a single sample may be given without a list around it."""
     if isinstance(value, (list, tuple)) and value and _array(value[0]).ndim:
         return list(value)
     array = _array(value)

@@ -29,16 +29,16 @@ __all__ = ["DataBuffer"]
 
 
 class DataBuffer:
-    """Buffer of the samples of several steps; the oldest make room for new ones. Thread-safe.
+    """Buffer of the samples of several steps; new samples replace the oldest. Thread-safe.
 
-    :param max_size: the most samples that are kept over the steps.
+    :param max_size: maximum number of samples that are kept over the steps.
     :param store_hidden_states: keep states over the steps. Otherwise only samples of the current step
         (:attr:`collected_data`) have states, and earlier ones have tokens only.
-    :param current_size: the most samples of the current step that :attr:`collected_data` keeps.
+    :param current_size: maximum number of samples of the current step that :attr:`collected_data` keeps.
     :param dtype: dtype that states are converted to, "bfloat16" for half of the memory; None keeps theirs.
-    :param max_bytes: the most memory that all states take, n_layers * n_embd values a token. Beyond it the
-        oldest samples are dropped, from :attr:`collected_data` too; the newest sample stays, whatever its
-        size. None for no bound.
+    :param max_bytes: maximum memory of all states, n_layers * n_embd values per token. Beyond it the oldest
+        samples are dropped, from :attr:`collected_data` too; the newest sample stays, whatever its size. None
+        for no limit.
     :raises InvalidInputError: an argument is wrong.
     """
 
@@ -81,9 +81,9 @@ class DataBuffer:
             dimensions of 1 are dropped if there is more than one token, and so is the dimension of a single
             layer.
         :param layers: the layers of the states, in order; the last is the one to predict: ``"norm"`` or H_n.
-            None if unknown: the last one is predicted then, whichever it is.
+            None if unknown: then the last one is predicted, whichever it is.
         :param n_layer: the number of blocks of the model, for layers that count from the end, and for H_n.
-        :raises InvalidInputError: it is no batch, states do not fit their tokens, or the last of the
+        :raises InvalidInputError: it is not a batch, states do not fit their tokens, or the last of the
             layers is neither ``"norm"`` nor H_n.
         """
         named = None if layers is None else checked_layers(layers, n_layer)

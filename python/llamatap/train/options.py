@@ -29,15 +29,15 @@ class TrainOptions:
     The defaults are those of verl's co-training, which never trains on the samples of 8 steps in 10. To train
     on all of them, set ``buffer_steps`` to ``training_interval_steps``.
 
-    :ivar data_buffer_max_size: the most samples that are kept over the steps.
-    :ivar data_buffer_max_bytes: the most memory that states take, as ``max_bytes`` of :class:`DataBuffer`.
-    :ivar buffer_max_samples: the most samples of the current step that are kept.
+    :ivar data_buffer_max_size: maximum number of samples that are kept over the steps.
+    :ivar data_buffer_max_bytes: maximum memory of the states, as ``max_bytes`` of :class:`DataBuffer`.
+    :ivar buffer_max_samples: maximum number of samples of the current step that are kept.
     :ivar store_hidden_states: keep states over the steps, as in :class:`DataBuffer`.
     :ivar dtype: dtype of the states in the buffer.
     :ivar training_interval_steps: the number of steps from one training to the next.
     :ivar buffer_steps: the number of steps whose samples a training uses, including the current one.
     :ivar batch_size: samples in a batch.
-    :ivar max_len: the most tokens of a sample.
+    :ivar max_len: maximum number of tokens of a sample.
     :ivar pairing: the pairing of tokens with states; see :data:`Pairing`.
     :ivar vloss_weight: weight of the loss between states; see :func:`llamatap.train.pytorch.eagle_loss`.
     :ivar ploss_weight: weight of the loss between distributions.
@@ -109,7 +109,7 @@ class TrainOptions:
         """The batches of one training: :meth:`samples`, ``batch_size`` at a time.
 
         :raises InvalidInputError: there is nothing to train on, with the numbers of samples by reason; or,
-            while iterating, the samples of a batch are of different layers.
+            while iterating, the samples of a batch have different layers.
         """
         samples = self.samples(buffer)
         firsts = range(0, len(samples), self.batch_size)

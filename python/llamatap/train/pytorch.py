@@ -69,7 +69,7 @@ def tensor_of(array: Any) -> torch.Tensor:
         array = array.view()
         array.flags.writeable = True
     if array.dtype == DTYPES["bfloat16"]:
-        # PyTorch takes no bfloat16 of NumPy's.
+        # PyTorch does not accept NumPy's bfloat16.
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 

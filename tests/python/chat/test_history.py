@@ -137,7 +137,7 @@ def test_messages_that_say_nothing() -> None:
             {"role": "user", "content": "quarn"},
             {"role": role, "name": "Ann", **nothing},
         ]
-        with pytest.raises(lt.InvalidInputError, match="message 1 says nothing: expected a content"):
+        with pytest.raises(lt.InvalidInputError, match="message 1 is empty: expected content"):
             chat_templates.render(template, messages)
     assert chat_templates.render(template, [{"role": "user", "content": ""}]) == "user: "
     # Templates may read fields of their own.

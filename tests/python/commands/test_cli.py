@@ -97,7 +97,7 @@ def test_a_prompt_that_was_cut_is_told_of(
         command = ["extract", str(tiny_path), "--text", "hello", "--max-length", length, "-o", str(out)]
         assert main(command) == 0
         expected = (
-            "llamatap: warning: --max-length cut the prompt of 6 tokens to the first 3\n" if cut else ""
+            "llamatap: warning: --max-length truncated the prompt of 6 tokens to the first 3\n" if cut else ""
         )
         assert capsys.readouterr().err == expected
         assert lt.States.load(out).truncated is cut
@@ -247,9 +247,9 @@ def test_generate_stops_where_it_is_told_and_reads_files(
     ("arguments", "message"),
     [
         (["--n-max", "many", "--drafter", "ngram"], "--n-max: expected a number or auto, found 'many'"),
-        (["--n-max", "3"], "there is no --drafter"),
+        (["--n-max", "3"], "needs --drafter"),
         (["--drafter", "nowhere.gguf"], "nowhere.gguf"),
-        (["--drafter", "mtp"], "is of the kind model"),
+        (["--drafter", "mtp"], "is of kind model"),
         (["--max-tokens", "0"], "--max-tokens must be in 1"),
         (["-n", "-50"], "--max-tokens must be in 1"),
         (["--p-min", "7"], "--p-min needs a drafter with probabilities"),

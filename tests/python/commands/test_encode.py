@@ -127,7 +127,7 @@ def test_a_prompt_that_was_cut_is_told_of(
         assert (metadata["truncated"], metadata["prompt_tokens"]) == (truncated, str(n))
         assert "truncated" in json.loads(metadata["json_keys"])
         if truncated == "true":
-            expected = "max_length of preset mine cut the prompt of 9 tokens to the first 8"
+            expected = "max_length of preset mine truncated the prompt of 9 tokens to the first 8"
             assert error == f"llamatap: warning: {expected}\n"
         else:
             assert error == ""
@@ -139,7 +139,7 @@ def test_a_prompt_without_rows_names_the_preset_and_them(
     preset.write_text(PRESET.replace("LAYERS", "[-2]").replace("2:", "6:"))
     assert main(["encode", str(tiny_path), "--preset", str(preset), "ab", "-o", str(tmp_path / "x")]) == 1
     error = capsys.readouterr().err
-    assert 'preset mine keeps the rows "6:" of a text, and this one has 5 tokens' in error
+    assert 'preset mine keeps the rows "6:" of a text, but this one has 5 tokens' in error
     assert error.count("\n") == 1
 
 

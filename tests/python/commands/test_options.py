@@ -23,7 +23,8 @@ def _even(name: str, value: Any) -> int:
 
 class Inner(TypedDict, total=False):
     width: Annotated[int, Option(3, "how wide", low=1, high=9)]
-    share: Annotated[float, Option(0.5, "what is kept")]
+    share: Annotated[float, Option(0.5, "what is kept", low=0, high=1)]
+    scale: Annotated[float, Option(1.0, "how much", above=0)]
     fast: Annotated[bool | None, Option(None, "None leaves it to the engine")]
 
 
@@ -46,7 +47,16 @@ def function(first: int, **options: Unpack[Outer]) -> Outer:
 
 
 def test_defaults_and_given_values() -> None:
-    defaults = {"width": 3, "share": 0.5, "fast": None, "name": "f16", "mode": None, "pairs": 2, "other": ()}
+    defaults = {
+        "width": 3,
+        "share": 0.5,
+        "scale": 1.0,
+        "fast": None,
+        "name": "f16",
+        "mode": None,
+        "pairs": 2,
+        "other": (),
+    }
     assert function(1) == defaults
     found = function(1, width=np.int64(4), share=1, fast=np.True_, mode="last", pairs=6)  # type: ignore[arg-type]
     assert found == defaults | {"width": 4, "share": 1.0, "fast": True, "mode": "last", "pairs": 6}
@@ -60,6 +70,10 @@ def test_defaults_and_given_values() -> None:
         ({"width": 0}, r"^width must be in 1\.\.9, not 0$"),
         ({"width": None}, "^width must be an integer, not None$"),
         ({"share": "much"}, "^share must be a number, not 'much'$"),
+        ({"share": 1.5}, r"^share must be in 0\.\.1, not 1\.5$"),
+        ({"share": float("nan")}, r"^share must be in 0\.\.1, not nan$"),
+        ({"scale": 0}, r"^scale must be finite and above 0, not 0\.0$"),
+        ({"scale": float("inf")}, "^scale must be finite and above 0, not inf$"),
         ({"fast": 1}, "^fast must be True or False, not 1$"),
         ({"name": None}, "^name must be a str, not NoneType$"),
         ({"mode": "none"}, "^mode must be 'all', 'last' or None, not 'none'$"),
@@ -100,7 +114,7 @@ def test_a_class_has_them_in_its_init() -> None:
 
         def __init__(self, **options: Unpack[Inner]) -> None: ...
 
-    assert list(inspect.signature(Made).parameters) == ["width", "share", "fast"]
+    assert list(inspect.signature(Made).parameters) == ["width", "share", "scale", "fast"]
     assert ":param share: what is kept." in str(Made.__doc__)
 
 

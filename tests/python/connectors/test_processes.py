@@ -360,7 +360,7 @@ def test_a_function_gets_what_is_put() -> None:
     assert connector.get_cached(4) is None
     assert connector.get_generated({"handle": "x"}) is None
     connector.delete("x")
-    with pytest.raises(lt.InvalidInputError, match="function must be"):
+    with pytest.raises(lt.InvalidInputError, match="function must take"):
         CallbackConnector(3)  # type: ignore[arg-type]
 
 
@@ -385,5 +385,7 @@ def test_connectors_are_found_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path:
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert type(connect("nowhere")).__name__ == "Nowhere"
-    with pytest.raises(lt.InvalidInputError, match=r"elsewhere_connector:Wrong is no llamatap\.connectors"):
+    with pytest.raises(
+        lt.InvalidInputError, match=r"elsewhere_connector:Wrong is not a llamatap\.connectors"
+    ):
         connect("wrong")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from support.numerics import EXACT, random_tokens, relative
 from support.tiny import TinyLlama
 
 import llamatap as lt
+from llamatap.context_options import ContextOptions
 
 
 def decoded(model: lt.Model, tokens: list[int], **options: Any) -> lt.Context:
@@ -132,6 +134,32 @@ def test_the_state_of_another_model_of_this_shape_is_refused(tiny_model: lt.Mode
             target.restore(0, context.save(0))
 
 
+def test_options_in_the_provenance_and_in_the_header_of_saved_sequences(tiny_model: lt.Model) -> None:
+    options: ContextOptions = {
+        "n_ctx": 256,
+        "type_k": "f32",
+        "flash_attn": False,
+        "kv_unified": False,
+        "swa_full": False,
+    }
+    with tiny_model.context(**options) as context:
+        batch = lt.Batch.of([1, 2, 3])
+        with context.tap() as tap:
+            context.decode(batch)
+        header = context.save(0)
+        last = list(tap.states.provenance)[9:13]
+    assert last == ["type_k", "type_v", "flash_attention", "layers"]
+    assert tap.states.provenance["type_k"] == "f32"
+    assert tap.states.provenance["flash_attention"] is False
+    recorded = {name: value for name, value in options.items() if name != "n_ctx"}
+    start = header.index(b"{")
+    found = json.JSONDecoder().raw_decode(header[start : header.index(b"}") + 1].decode())[0]
+    names = "arch file_type n_layer n_embd weights converted_to engine " + " ".join([*recorded, "type_v"])
+    assert list(found) == sorted(names.split())
+    assert {name: found[name] for name in recorded} == recorded
+    assert found["type_v"] == "f16"
+
+
 def test_save_and_restore_in_any_order_and_elsewhere(tiny_model: lt.Model, rng: np.random.Generator) -> None:
     first = random_tokens(rng, tiny_model, 10).tolist()
     second = random_tokens(rng, tiny_model, 17).tolist()
@@ -160,7 +188,7 @@ def test_a_truncated_changed_or_foreign_state_raises(tiny_model: lt.Model, smoll
                 context.restore(0, bad)
         with (
             smollm2.context(n_ctx=256) as other,
-            pytest.raises(lt.InvalidInputError, match="another"),
+            pytest.raises(lt.InvalidInputError, match="does not match this context"),
         ):
             other.restore(0, state)
         with tiny_model.context(n_ctx=256) as half, pytest.raises(lt.InvalidInputError, match="type_k"):

@@ -64,7 +64,7 @@ def test_lines_as_other_systems_write_them(tmp_path: Path) -> None:
     assert first == {"input_ids": [5, 6]}
     assert last == {"text": "ü"}
     assert isinstance(spoilt, lt.InvalidInputError)
-    assert "line 2 is no JSON" in str(spoilt)
+    assert "line 2 is not JSON" in str(spoilt)
 
 
 def test_columns_of_any_width(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_stream_that_was_damaged(tmp_path: Path) -> None:
     offsets = data.find(np.arange(0, 25, 5, dtype="<i4").tobytes())
     data[offsets + 4 * 10 + 3] = 0x7F
     path.write_bytes(data)
-    with pytest.raises(lt.InvalidInputError, match=r"x\.arrow is no Arrow stream"):
+    with pytest.raises(lt.InvalidInputError, match=r"x\.arrow is not an Arrow stream"):
         list(dataset.read_rows(tmp_path))
 
 

@@ -149,7 +149,7 @@ def test_parquet_and_folders(tmp_path: Path) -> None:
     (saved / "state.json").write_text(json.dumps(state))
     assert list(dataset.read_rows(saved)) == ROWS
     (saved / "y.arrow").write_text("x")
-    with pytest.raises(lt.InvalidInputError, match=r"y\.arrow is no Arrow stream"):
+    with pytest.raises(lt.InvalidInputError, match=r"y\.arrow is not an Arrow stream"):
         list(dataset.read_rows(saved))
     (saved / "state.json").write_text("{}")
     with pytest.raises(lt.InvalidInputError, match="names no data files"):

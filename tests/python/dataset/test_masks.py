@@ -158,7 +158,7 @@ def test_content_in_parts() -> None:
         ),
         (
             "{% for m in messages %}{{ m.content }}{{ m.content | length }};{% endfor %}",
-            "another text once markers",
+            "other text when markers",
         ),
         (
             "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}<a>{{ m.content }}"
@@ -168,7 +168,7 @@ def test_content_in_parts() -> None:
         ),
         (
             "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}",
-            "holds text of another role",
+            "contains text of another role",
         ),
     ],
 )
@@ -423,10 +423,10 @@ def test_headers_that_no_prompt_ends_with(smollm2: lt.Model) -> None:
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        ({}, "message 1 says nothing"),
-        ({"content": None}, "message 1 says nothing"),
+        ({}, "message 1 is empty"),
+        ({"content": None}, "message 1 is empty"),
         ({"value": "Yo"}, "message 1"),
-        ({"content": [{"type": "image"}]}, "takes text only, and message 1 has"),
+        ({"content": [{"type": "image"}]}, "takes only text, but message 1 has"),
     ],
 )
 def test_nobody_learns_to_say_none(smollm2: lt.Model, content: dict[str, Any], why: str) -> None:

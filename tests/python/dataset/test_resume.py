@@ -262,7 +262,7 @@ def test_resume_of_another_model_or_input(tiny_model: lt.Model, tmp_path: Path) 
         lt.InvalidInputError, match=r"samples_sha256 is .*\(samples_sha256 is the hash of token ids"
     ):
         dataset.write(tiny_model, changed, tmp_path / "o", resumed)
-    with pytest.raises(lt.InvalidInputError, match="holds a data set already; go on"):
+    with pytest.raises(lt.InvalidInputError, match="already holds a data set; continue it"):
         dataset.write(tiny_model, rows, tmp_path / "o", options)
     report = dataset.write(tiny_model, rows, tmp_path / "o", resumed)
     assert report.complete
@@ -279,7 +279,9 @@ def test_resume_of_another_model_or_input(tiny_model: lt.Model, tmp_path: Path) 
     assert dataset.write(tiny_model, rows, tmp_path / "o", resumed).n_written == 2
     assert_same(tmp_path / "o", tmp_path / "calm")
     (tmp_path / "o" / "llamatap.json").write_text('{"status": "x", "made_with": {}}')
-    with pytest.raises(lt.InvalidInputError, match=r"llamatap\.json is not of a data set"):
+    with pytest.raises(
+        lt.InvalidInputError, match=r"llamatap\.json is not the manifest of a llamatap data set"
+    ):
         dataset.write(tiny_model, rows, tmp_path / "o", resumed)
 
 

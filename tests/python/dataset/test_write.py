@@ -109,7 +109,7 @@ def test_rows_of_every_kind(chat_path: Path, tmp_path: Path) -> None:
         # BOS and 20 bytes are the prompt: of 21 tokens none is of the answer.
         job = dataset.Job(model, rows, tmp_path / "o", Options(layers=[1], max_length=21))
         assert list(job.skipped) == [1, 2]
-        assert "loss mask holds 0 of its first 21 tokens" in job.skipped[1]
+        assert "loss mask has 0 of its first 21 tokens" in job.skipped[1]
         job = dataset.Job(model, rows, tmp_path / "o", Options(layers=[1], max_length=23))
         assert job.n_truncated == 2
         found = [(s.tokens.tolist(), s.loss_mask.astype(int).tolist()) for s in job.samples]
@@ -164,12 +164,12 @@ def test_rows_that_cannot_be_used(
     skipped = [json.loads(line) for line in (tmp_path / "out" / "skipped.jsonl").read_text().splitlines()]
     assert [entry["row"] for entry in skipped] == list(range(1, 21))
     assert all(entry["reason"] for entry in skipped)
-    assert "line 2 is no JSON" in skipped[0]["reason"]
+    assert "line 2 is not JSON" in skipped[0]["reason"]
     assert [row["input_ids"] for row in arrow_rows(tmp_path / "out")] == [[5, 6, 7], [5, 6, 7]]
     metadata = read_states(tmp_path / "out" / "hidden_states" / "hs_1.safetensors")[2]
     assert metadata["row"] == "21"
     with lt.Model(chat_path) as model:
-        with pytest.raises(lt.InvalidInputError, match="row 1: line 2 is no JSON"):
+        with pytest.raises(lt.InvalidInputError, match="row 1: line 2 is not JSON"):
             dataset.write(model, path, tmp_path / "stop", Options(layers=[1], on_error="stop"))
         assert not (tmp_path / "stop").exists()
 
@@ -200,8 +200,8 @@ def test_bad_input(tiny_model: lt.Model, tmp_path: Path) -> None:
     refused(tmp_path / "empty.jsonl", "it is empty")
     refused(tmp_path / "none.jsonl", "no such file", FileNotFoundError)
     refused(tmp_path / "folder", "holds no .jsonl")
-    refused(tmp_path / "some.txt", "expected a name that ends in .jsonl")
-    refused(tmp_path / "bad.parquet", "no Parquet file")
+    refused(tmp_path / "some.txt", "taken from the name, which must end in .jsonl")
+    refused(tmp_path / "bad.parquet", "not a Parquet file")
     refused([{"text": ""}], "none of the 1 rows can be used; row 0")
     refused(good, r"not in -5\.\.4", layers=[7])
     refused(good, "layers is empty", layers=[])

@@ -179,5 +179,5 @@ def test_files_that_do_not_fit_are_refused(tiny_path: Path, tmp_path: Path) -> N
         with pytest.raises(lt.InvalidInputError, match="confidence"):
             lt.DFlashDrafter(unsure, p_min=0.1)
         eagle3 = drafters.write_eagle3(tmp_path / "eagle3.gguf")
-        with pytest.raises(lt.InvalidInputError, match="of the kind eagle3"):
+        with pytest.raises(lt.InvalidInputError, match="of kind eagle3"):
             lt.DFlashDrafter(lt.SpeculativeContext(context, eagle3))

@@ -176,7 +176,7 @@ TAPS: dict[str, tuple[Callable[[Loop, lt.Batch], None], str]] = {
     "outputs alone": (with_tap(range(4), rows="outputs"), "rows='all'"),
     "a layer is missing": (with_tap([0]), r"layers \[0\]"),
     "another dtype": (with_tap(range(4), dtype="float16"), "float16"),
-    "another batch": (of_another_batch((50, 8, 0)), "2 tokens, the batch has 1"),
+    "another batch": (of_another_batch((50, 8, 0)), "2 tokens, but the batch has 1"),
     "another batch as long": (of_another_batch((40, 8, 0), (42, 9, 0)), "states of its own decode"),
     "embeddings": (of_embeddings, "token ids"),
 }
@@ -233,7 +233,7 @@ def test_a_drafter_is_made_for_one_kind_of_file(tmp_path: Path) -> None:
             spec = loop.drafter.spec
             for other, make in makers.items():
                 if other != kind:
-                    with pytest.raises(lt.InvalidInputError, match=f"kind {other}.*of the kind {kind}"):
+                    with pytest.raises(lt.InvalidInputError, match=f"kind {other}.*of kind {kind}"):
                         make(spec)
             for make in (lt.Eagle3Drafter, lt.MtpDrafter):
                 with pytest.raises(lt.InvalidInputError, match="SpeculativeContext"):

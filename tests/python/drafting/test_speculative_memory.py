@@ -297,7 +297,7 @@ def test_states_that_a_drafter_needs_are_asked_for(tmp_path: Path) -> None:
         calls: list[tuple[Any, dict[str, Any], str]] = [
             ([1, 2], {}, r"\[1, 2, 3\].*\[1, 2\]"),
             ([0, 4, "norm"], {}, "'norm'"),
-            (range(5), {"rows": "outputs"}, "of 1 tokens, the batch has 2"),
+            (range(5), {"rows": "outputs"}, "of 1 tokens, but the batch has 2"),
             (range(5), {"dtype": "float16"}, "float16"),
             (range(5), {"dtype": "bfloat16"}, "bfloat16"),
         ]

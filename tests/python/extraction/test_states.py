@@ -85,7 +85,7 @@ def test_a_file_of_another_shape_than_it_tells_raises(
     assert lt.States.load(path).array.shape == states.shape
     for wrong in (states[..., :1, :], states[..., :8], states[:1], states.ravel(), states[None]):
         save_file({**tensors, "hidden_states": np.ascontiguousarray(wrong)}, path, metadata=metadata)
-        with pytest.raises(lt.InvalidInputError, match="the metadata tells of"):
+        with pytest.raises(lt.InvalidInputError, match="but the metadata says"):
             lt.States.load(path)
 
 

@@ -89,7 +89,7 @@ def test_an_open_tap_is_refused_where_states_are_needed(checked: CheckedContext)
     """Without states asked for, the tap sees the passes of the text."""
     for stream in (False, True):
         with checked.context.tap([2]) as tap:
-            with pytest.raises(lt.InvalidInputError, match="tap is open"):
+            with pytest.raises(lt.InvalidInputError, match="already has an open tap"):
                 list(lt.generate(checked.context, PROMPT, states="last", stream=stream))
             assert is_empty(checked.context)
             (found,) = lt.generate(checked.context, PROMPT, max_tokens=12, ignore_eos=True)

@@ -274,7 +274,7 @@ def test_other_wrong_arguments(checked: CheckedContext, tmp_path: Path) -> None:
         for options, words in (
             ({"prompt_states": 1}, "prompt_states must be True or False, not 1"),
             ({"prompt_states": None}, "prompt_states must be True or False"),
-            ({"prompt_states": False, "layers": [1]}, "say states=.*prompt_states=True"),
+            ({"prompt_states": False, "layers": [1]}, "give states=.*prompt_states=True"),
             ({"prompt_states": True, "layers": [5]}, "layer id 5"),
         ):
             with pytest.raises(lt.InvalidInputError, match=words):

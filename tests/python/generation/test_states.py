@@ -274,5 +274,5 @@ def test_layers_are_those_of_extract_and_taps_unless_said(known: KnownTexts) -> 
 def test_layers_without_states_are_refused(known: KnownTexts) -> None:
     with pytest.raises(lt.InvalidInputError, match="layer id 9"):
         lt.generate(known.model, [5], layers=9)
-    with pytest.raises(lt.InvalidInputError, match="say states="):
+    with pytest.raises(lt.InvalidInputError, match="give states="):
         lt.generate(known.model, [5], layers=2)

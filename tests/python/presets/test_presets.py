@@ -205,14 +205,14 @@ def test_a_text_without_rows_names_the_preset_and_them(tiny_model: lt.Model, tmp
     preset = load_preset(written(tmp_path, told))
     assert len(preset.encode(tiny_model, "abcdef")) == 1
     for prompt, n in (("abcd", 7), ("abc", 6)):
-        message = f'preset mine keeps the rows "6:-1" of a text, and this one has {n} tokens'
+        message = f'preset mine keeps the rows "6:-1" of a text, but this one has {n} tokens'
         with pytest.raises(lt.InvalidInputError, match=f"^{message}"):
             preset.encode(tiny_model, prompt)
         with pytest.raises(lt.InvalidInputError, match=f"^input 1: {message}"):
             preset.encode(tiny_model, ["abcdef", prompt])
     preset = load_preset(written(tmp_path, told.replace('"6:-1"', '"7:-1"')))
     with pytest.raises(
-        lt.InvalidInputError, match='keeps the rows "7:-1" of a text, and this one has 8 tokens'
+        lt.InvalidInputError, match='keeps the rows "7:-1" of a text, but this one has 8 tokens'
     ):
         preset.encode(tiny_model, "abcdefghi")
 
@@ -293,8 +293,8 @@ def test_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("name = ", "this is no TOML"),
-        ("a = " + "[" * 10_000, "this is no TOML"),
+        ("name = ", "this is not TOML"),
+        ("a = " + "[" * 10_000, "this is not TOML"),
         (TEXT.replace('name = "mine"', ""), "name is missing"),
         (TEXT.replace('"mine"', '""'), "name must be a line"),
         (TEXT.replace('"mine"', "5"), "name must be a text in quotes, not 5"),
@@ -344,7 +344,7 @@ def test_a_file_that_is_wrong_is_told_what_is(text: str, message: str, tmp_path:
 def test_text_that_is_not_utf8_and_a_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_bytes(TEXT.encode("utf-16"))
-    with pytest.raises(lt.InvalidInputError, match="this is no TOML"):
+    with pytest.raises(lt.InvalidInputError, match="this is not TOML"):
         load_preset(path)
     path.write_bytes(TEXT.replace("\n", "\r\n").encode("utf-8-sig"))
     assert load_preset(path).template == "<{{ prompt }}>"

@@ -156,12 +156,12 @@ def test_a_worker_that_always_dies(
 
     with monkeypatch.context() as patch:
         have_workers(patch, before)
-        with pytest.raises(lt.EngineError, match=r"a worker of Ray died, .* resume goes on"):
+        with pytest.raises(lt.EngineError, match=r"a worker of Ray died, .* resume continues"):
             write(tiny_path, rows, tmp_path / "many", options(), retries=1)
     assert deaths.read_text() == "xx"
     there = {file.name: file.stat().st_ino for file in (tmp_path / "many" / "hidden_states").glob("hs_*")}
     assert 0 < len(there) < 60
-    with pytest.raises(lt.InvalidInputError, match="holds a data set already; go on"):
+    with pytest.raises(lt.InvalidInputError, match="already holds a data set; continue it"):
         write(tiny_path, rows, tmp_path / "many", options())
     # A data set is resumed by one process or by several.
     report = dataset.write(tiny_model, rows, tmp_path / "many", options(resume=True))
@@ -240,7 +240,7 @@ def test_bad_arguments(tiny_path: Path, tmp_path: Path) -> None:
     refused("leave out rank and world_size", options(rank=1, world_size=2))
     refused("concurrency must be", concurrency=0)
     refused("retries must be", retries=-1)
-    refused("num_gpus must be a number from 0, not -1", num_gpus=-1)
+    refused("num_gpus must be a number of at least 0, not -1", num_gpus=-1)
     with pytest.raises(lt.ModelNotFoundError):
         write(tmp_path / "none.gguf", random_rows(67, 3), tmp_path / "o")
 

@@ -21,7 +21,7 @@ from support.tiny import TinyLlama
 
 import llamatap as lt
 from llamatap.serve import ServerOptions
-from llamatap.serve.app_state import Server
+from llamatap.serve.app_state import AppState
 from llamatap.serve.completions.schema import ChatRequest, CompletionRequest
 from llamatap.serve.errors import ApiError
 from llamatap.serve.fields import Body
@@ -96,7 +96,7 @@ def test_lists_that_are_too_long(server: Running, path: str, fields: dict[str, A
         ({"input": 5}, "input: expected a text, token ids, or a list of either"),
         ({"input": {"text": "a"}}, "input: expected a text, token ids, or a list of either"),
         ({"input": [5, 6, "a"]}, "input[2]: Input should be a valid integer"),
-        ({"input": "a", "laier": -2}, "laier is no field of this request"),
+        ({"input": "a", "laier": -2}, "laier is not a field of this request"),
         ({"input": "a", "layer": "-2"}, "layer: Input should be a valid integer"),
         ({"input": [[5], [6, -1]]}, "input[1][1]: Input should be greater than or equal to 0"),
         ({"input": "a", "layers": [1, "b"]}, "layers[1]: Input should be a valid integer"),
@@ -113,7 +113,7 @@ def test_messages_name_the_mistake(server: Running, fields: dict[str, Any], mess
         (
             '[{"role": "user", "content": [{"type": "text", "text": "a"}, '
             '{"type": "image_url", "image_url": "x"}]}]',
-            "messages[0].content[1].image_url is no field of this request",
+            "messages[0].content[1].image_url is not a field of this request",
         ),
         ('[{"role": "user", "content": [{"type": "text"}]}]', "messages[0].content[0].text: Field required"),
         ('[{"role": "user", "content": ["a"]}]', "messages[0].content[0]: must be an object"),
@@ -160,10 +160,10 @@ JSON = {"Content-Type": "application/json"}
     [
         (b'{"model": "tiny"}', None, "unsupported_media_type", "found nothing"),
         (b'{"model": "tiny"}', "application/x-www-form-urlencoded", "unsupported_media_type", "urlencoded"),
-        (b"{'model': 1}", "application/json", "invalid_body", "no JSON: Expecting property name"),
-        (b'{"model": "\xff"}', "application/json; charset=utf-8", "invalid_body", "no JSON in UTF-8"),
+        (b"{'model': 1}", "application/json", "invalid_body", "not JSON: Expecting property name"),
+        (b'{"model": "\xff"}', "application/json; charset=utf-8", "invalid_body", "not JSON in UTF-8"),
         (b"[" * 100_000, "application/json", "invalid_body", "nested too deeply"),
-        (b"[1]", "application/json", "invalid_body", "a request is a JSON object"),
+        (b"[1]", "application/json", "invalid_body", "a request must be a JSON object"),
     ],
 )
 def test_what_is_no_json_is_said_so(
@@ -226,14 +226,14 @@ def test_texts_that_no_prompt_can_be(tiny_path: Path) -> None:
 def test_tokenising_has_few_threads_and_a_limit(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     threads: set[int] = set()
-    tokens = Server.checked_prompt
+    tokens = AppState.checked_prompt
 
-    def waits(self: Server, model: lt.Model, prompt: Any) -> Any:
+    def waits(self: AppState, model: lt.Model, prompt: Any) -> Any:
         threads.add(threading.get_ident())
         assert gate.wait(30)
         return tokens(self, model, prompt)
 
-    monkeypatch.setattr(Server, "checked_prompt", waits)
+    monkeypatch.setattr(AppState, "checked_prompt", waits)
     with (
         running([tiny_options(tiny_path)], ServerOptions(max_queue=3)) as server,
         ThreadPoolExecutor(20) as pool,

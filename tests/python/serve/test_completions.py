@@ -379,7 +379,7 @@ def test_states_with_a_stream_or_several_texts_are_refused(client: Client, state
     with pytest.raises(openai.BadRequestError, match="POST /v1/hidden_states") as raised:
         create(client, stream=True, extra_body={"return_hidden_states": states})
     assert raised.value.code == "unsupported_combination"
-    with pytest.raises(openai.BadRequestError, match="a request for each text, with a seed"):
+    with pytest.raises(openai.BadRequestError, match="a request for each text, with its own seed"):
         create(client, n=2, extra_body={"return_hidden_states": states})
     with pytest.raises(openai.BadRequestError, match="layer"):
         create(client, extra_body={"layer": 1})

@@ -23,8 +23,8 @@ from support.servers import FLAGS, Gate, Running, running, server_process, tiny_
 
 import llamatap as lt
 from llamatap.serve import ServerOptions
-from llamatap.serve.http.connection import Connection
-from llamatap.serve.http.connection_options import ConnectionOptions
+from llamatap.serve.http.http_protocol import HttpProtocol
+from llamatap.serve.options import ConnectionOptions
 from llamatap.serve.payload import PiecewiseResponse
 
 SHORT = 0.4
@@ -175,16 +175,16 @@ def test_a_connection_that_cannot_be_checked_is_closed(
     tiny_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The private parts of uvicorn may change: the time limits of other connections hold."""
-    broken: list[Connection] = []
-    check = Connection.check
+    broken: list[HttpProtocol] = []
+    check = HttpProtocol.check
 
-    def checked(self: Connection) -> None:
+    def checked(self: HttpProtocol) -> None:
         if not broken:
             broken.append(self)
             setattr(self, fails, lambda: self.flow.no_such_thing)  # type: ignore[attr-defined]
         check(self)
 
-    monkeypatch.setattr(Connection, "check", checked)
+    monkeypatch.setattr(HttpProtocol, "check", checked)
     with running([tiny_options(tiny_path)], None, limits(header_timeout=3 * SHORT)) as server:
         with connect(server) as first:
             wait_until(lambda: len(broken) == 1)

@@ -307,7 +307,7 @@ def test_several_models(tiny_path: Path, tmp_path: Path) -> None:
     [
         ({}, "input is missing"),
         ({"input": ""}, "empty"),
-        ({"input": []}, "nothing in the list"),
+        ({"input": []}, "list of prompts is empty"),
         ({"input": [[]]}, "empty"),
         ({"input": ["ok", ""]}, "input 1"),
         ({"input": [300]}, "0..258"),
@@ -327,12 +327,12 @@ def test_several_models(tiny_path: Path, tmp_path: Path) -> None:
         ({"input": "a", "layers": [1, 9]}, "-5..4"),
         ({"input": "a", "layer": 1, "layers": [1]}, "not both"),
         ({"input": "a", "max_length": 0}, "max_length"),
-        ({"input": "a", "max_length": 40000}, "32768 at most"),
+        ({"input": "a", "max_length": 40000}, "at most 32768"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
         ({"input": "a", "dtype": "int8"}, "dtype"),
         ({"input": "a", "pooling": "cls"}, "pooling"),
-        ({"input": "a", "stream": True}, "stream is no field"),
-        ({"input": "a", "n": 2}, "n is no field"),
+        ({"input": "a", "stream": True}, "stream is not a field"),
+        ({"input": "a", "n": 2}, "n is not a field"),
         ({"input": "a", "prompt": "b"}, "needs a preset"),
         ({"prompt": "b"}, "needs a preset"),
         ({"input": "a", "preset": "z-image"}, "takes a prompt"),
@@ -393,10 +393,10 @@ def test_a_preset_of_ones_own(tiny_path: Path, tiny: TinyLlama, tiny_model: lt.M
         several = server.states(prompt=["a", "bc"], preset="mine")
         assert [entry["shape"][0] for entry in several["data"]] == [2, 3]
         body = {"model": "tiny", "preset": "mine", "prompt": "a", "max_length": 10}
-        assert "9 at most" in server.error("/v1/hidden_states", 400, "invalid_request_error", **body)
+        assert "at most 9" in server.error("/v1/hidden_states", 400, "invalid_request_error", **body)
         none_left = {"model": "tiny", "preset": "mine", "prompt": "a", "max_length": 1}
         message = server.error("/v1/hidden_states", 400, "invalid_request_error", **none_left)
-        assert 'preset mine keeps the rows "2:" of a text, and this one has 1 token,' in message
+        assert 'preset mine keeps the rows "2:" of a text, but this one has 1 token,' in message
 
 
 def test_a_preset_without_a_length_takes_the_whole_text(
@@ -416,7 +416,7 @@ def test_presets_of_one_name(tiny_path: Path, tmp_path: Path) -> None:
         (tmp_path / name).write_text(PRESET)
     options = ServerOptions(presets=(tmp_path / "one.toml", tmp_path / "two.toml"))
     with (
-        pytest.raises(lt.InvalidInputError, match="preset 'mine' already"),
+        pytest.raises(lt.InvalidInputError, match="there is already a preset 'mine'"),
         running([tiny_options(tiny_path)], options),
     ):
         pass

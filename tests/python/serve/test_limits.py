@@ -60,7 +60,7 @@ def test_more_inputs_than_the_limit(tiny_path: Path) -> None:
         message = server.error(
             "/v1/hidden_states", 400, "invalid_request_error", model="tiny", input=["a"] * 4
         )
-        assert "takes 3" in message
+        assert "allows 3" in message
 
 
 def test_a_full_queue_says_when_to_come_back(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,7 @@ def test_metrics(tiny_path: Path) -> None:
 def test_models_that_cannot_be_served(tiny_path: Path, tmp_path: Path) -> None:
     with pytest.raises(lt.InvalidInputError, match="no model"):
         create_app([])
-    with pytest.raises(lt.InvalidInputError, match="name of its own"):
+    with pytest.raises(lt.InvalidInputError, match="its own name"):
         create_app([tiny_options(tiny_path), tiny_options(tiny_path)])
     with pytest.raises(lt.ModelNotFoundError):
         create_app([ModelOptions(name="a", path=tmp_path / "none.gguf")])

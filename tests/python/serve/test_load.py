@@ -204,7 +204,7 @@ def test_addresses_that_others_reach_need_a_key(tiny_path: Path) -> None:
 def test_what_cannot_be_served_is_said_in_a_line(tiny_path: Path, tmp_path: Path) -> None:
     assert "no such file" in refused("--model", tmp_path / "none.gguf")
     assert "twice" in refused("--model", f"a={tiny_path}", "--model", f"a={tiny_path}")
-    assert "of which model" in refused(
+    assert "for which model" in refused(
         "--model", f"a={tiny_path}", "--model", f"b={tiny_path}", "--drafter", "ngram"
     )
     assert "no model 'c'" in refused("--model", f"a={tiny_path}", "--drafter", "c=ngram")

@@ -213,7 +213,7 @@ def test_too_much_for_one_request(tiny_chat_path: Path) -> None:
     limits = ServerOptions(max_inputs=3, max_response_bytes=64 * 4 * 20, max_queue=5)
     with running([tiny_options(tiny_chat_path)], limits) as server, client_of(server) as client:
         assert len(complete(client, prompt=["a"] * 3).choices) == 3
-        with pytest.raises(openai.BadRequestError, match="4 texts; this server gives 3"):
+        with pytest.raises(openai.BadRequestError, match="4 texts; this server allows 3"):
             complete(client, prompt=["a", "b"], n=2)
         states = {"return_hidden_states": True}
         assert complete(client, prompt=[[5] * 8, [6] * 8], extra_body=states).usage.total_tokens == 20
@@ -250,7 +250,7 @@ def test_a_full_queue(tiny_chat_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             assert raised.value.code == "queue_full"
             assert int(raised.value.response.headers["Retry-After"]) >= 1
         # No Retry-After for a request that can never fit.
-        with pytest.raises(openai.BadRequestError, match="this server gives 2"):
+        with pytest.raises(openai.BadRequestError, match="this server allows 2"):
             complete(client, n=3)
         stream.close()
         wait_until_free(server)

@@ -224,7 +224,7 @@ def test_refusals(server: Running, chat: bool) -> None:
         return server.error(path, 400, "invalid_request_error", **body, **more)
 
     said = refused(prompt_logprobs=1, stream=True)
-    assert "prompt_logprobs does not go with stream" in said
+    assert "prompt_logprobs cannot be combined with stream" in said
     assert ("echo" in said) is not chat
     assert "max_tokens" in refused(max_tokens=0)
     if not chat:

@@ -266,7 +266,7 @@ def test_batches_that_are_none_are_refused(batch: Any, given: Any, message: str)
 
 def test_layers_are_counted() -> None:
     buffer = DataBuffer()
-    with pytest.raises(lt.InvalidInputError, match=r"are of 3 layers; layers= names \[1, 'norm'\]"):
+    with pytest.raises(lt.InvalidInputError, match=r"have 3 layers; layers= names \[1, 'norm'\]"):
         buffer.add_batch(text(1), [states([1, 1, 1], 3)], layers=[1, "norm"])
     buffer.add_batch(text(1), [states([1, 1, 1])], layers=["norm"])
     assert buffer.get_all_data()[0].layers == ("norm",)

@@ -286,7 +286,7 @@ def test_what_a_callback_raises_comes_out(tiny_model: lt.Model, prompts: list[li
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"on_states": print}, "on_states= takes states; say states='last', states='full' or prompt_states"),
+        ({"on_states": print}, "on_states= takes states; also give states='last', states='full' or prompt"),
         ({"on_states": 1, "states": "full"}, "on_states must be a function of a Generation, not 1"),
     ],
 )

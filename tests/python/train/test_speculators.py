@@ -169,6 +169,6 @@ def test_what_the_command_cannot_do_is_refused() -> None:
         "from llamatap.connectors.speculators import register\n"
         "try:\n    register()\nexcept lt.UnsupportedError as error:\n    print(error)\n"
     )
-    assert "before speculators.train is imported" in run("-c", code)
+    assert "before importing speculators.train" in run("-c", code)
     code = "from llamatap.connectors.speculators import register\nregister()\nregister()\nprint('twice')"
     assert run("-c", code) == "twice\n"

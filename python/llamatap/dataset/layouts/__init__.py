@@ -1,4 +1,4 @@
-"""Layouts: the files of a data set on disk, one module a layout."""
+"""Layouts: the files of a data set on disk, one module per layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYOUTS: dict[str, type[Layout]] = {
 
 
 def layout_class(name: str) -> type[Layout]:
-    """The layout of a name.
+    """The layout with this name.
 
     :raises InvalidInputError: there is none.
     :raises UnsupportedError: a package that it needs is missing.

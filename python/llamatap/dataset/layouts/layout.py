@@ -28,7 +28,7 @@ class Layout(ABC):
     :param columns: the layers of the states, in order, in llamatap's numbering.
     :param dtype: dtype of the states, a name of :data:`llamatap.states.DTYPES`.
     :param n_embd: the width of the states.
-    :param provenance: where the states come from; stored in the files.
+    :param provenance: the origin of the states; stored in the files.
     """
 
     #: Name for ``--layout``.
@@ -65,7 +65,7 @@ class Layout(ABC):
 
     @abstractmethod
     def open(self, indices: Iterable[int]) -> None:
-        """Create what writing needs, and remove what a killed run left half written.
+        """Create the files and folders for writing, and remove half-written files of a killed run.
 
         :param indices: the samples that this process writes; other processes may be writing the rest.
         :raises OSError: it cannot be created.
@@ -77,21 +77,21 @@ class Layout(ABC):
 
     @abstractmethod
     def write(self, index: int, states: NDArray[Any]) -> None:
-        """Write a sample, whole or not at all. Called by one thread of each process.
+        """Write a sample atomically. Called by one thread of each process.
 
         :param states: ``(n_tokens, n_columns, n_embd)``, all finite.
         :raises OSError: it cannot be written.
         """
 
     def sync(self) -> None:  # noqa: B027  most layouts have nothing to do
-        """Make what this process wrote survive a power failure, if losing it would go unnoticed.
+        """Make written samples survive a power failure, if their loss would go unnoticed.
 
         :raises OSError: it cannot be written.
         """
 
     @abstractmethod
     def finish(self, lost: Sequence[int]) -> None:
-        """Write what describes all samples. May be called again after an interruption.
+        """Write the index of all samples. May be called again after an interruption.
 
         :param lost: the samples that were not written, because their states are not finite, in order.
         :raises OSError: it cannot be written.

@@ -1,4 +1,4 @@
-"""Layout for memory mapping: one array a layer, the tokens of all samples concatenated.
+"""Layout for memory mapping: one array per layer, the tokens of all samples concatenated.
 
 ``layer_{k}.npy`` [n_tokens, hidden] for each layer (``layer_norm.npy`` for norm(H_n)), in the data set's
 dtype. NumPy has no bfloat16, so that one is written as uint16; to read it: ``numpy.load(..., mmap_mode="r")``
@@ -41,7 +41,7 @@ class NpyLayout(Layout):
 
     @property
     def _marks(self) -> Path:
-        # A byte a sample, set once the sample is written.
+        # One byte per sample, set once the sample is written.
         return self.folder / ".llamatap" / "written"
 
     @property

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from llamatap.dataset.layouts.arrow_dataset import write_dataset
 from llamatap.dataset.layouts.layout import FilePerSample
-from llamatap.states import write_tensors
 from llamatap.storage.safetensors_metadata import to_metadata
+from llamatap.storage.tensor_files import write_tensors
 
 __all__ = ["SpeculatorsLayout"]
 
@@ -71,7 +71,7 @@ class SpeculatorsLayout(FilePerSample):
         """The samples in the order of their files, with the last ones moved into the places of lost ones.
 
         The number of a file is its row in the data set, so there may be no gaps. Each file moves once, to a
-        place that no other file leaves, so that after an interruption a missing file tells that it was moved.
+        place that no other file leaves, so that after an interruption a missing file shows that it was moved.
         """
         gaps = set(lost)
         n_kept = len(self.samples) - len(gaps)

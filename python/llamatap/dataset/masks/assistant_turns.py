@@ -1,8 +1,8 @@
 """Locating the assistant's turns in a rendered conversation.
 
 Chat templates are programs: they trim contents, drop them beside tool calls, drop thoughts of earlier turns,
-add empty ones, and render the last turn differently. So a turn is located by what the template makes of the
-conversation, never by its wording. Markers in everything that is said show where it is written:
+add empty ones, and render the last turn differently. So a turn is located by how the template renders the
+conversation, never by its wording. Markers in all texts of the messages show where each is written:
 
 * A turn begins where the prompt that asks for it ends: the messages before it, rendered with
   ``add_generation_prompt``.
@@ -50,11 +50,11 @@ class Turn:
     :ivar start: the first character that the assistant generates.
     :ivar text_end: the end of the last text of the message (content, thought or tool call), trailing blanks
         excluded.
-    :ivar end: the end of what the template writes to end the turn; None where that cannot be told from the
-        beginning of the next message: then a token must end the turn.
-    :ivar limit: where another role begins to speak: the token that ends the turn begins before.
-    :ivar follows: where text begins that is not part of the turn, blanks excluded. The first token that
-        begins there may still end the turn (GLM's ``<|user|>``), no later one may.
+    :ivar end: the end of what the template writes to end the turn; None if that cannot be distinguished from
+        the beginning of the next message: then a token must end the turn.
+    :ivar limit: the position where another role begins to speak: the token that ends the turn begins before.
+    :ivar follows: the position of the first text after the turn, blanks excluded. The first token that begins
+        there may still end the turn (GLM's ``<|user|>``), no later one may.
     :ivar prompt: a prompt that the text departs from within what the prompt begins for the assistant
         (``<think>``): the turn starts at the first token that differs from the prompt's.
     :ivar closed: whether ``end`` is final: no further token is searched for.
@@ -74,7 +74,7 @@ class Turn:
 def assistant_turns(render: Render, messages: Sequence[Message], text: str) -> list[Turn]:
     """Locate the assistant's turns that answer somebody, in order.
 
-    What an assistant says before any user spoke is no answer and is left out.
+    Messages of the assistant before the first user message are left out.
 
     :param render: renders messages as ``text`` was rendered.
     :param messages: the conversation, each message with a ``role``.
@@ -100,14 +100,14 @@ def assistant_turns(render: Render, messages: Sequence[Message], text: str) -> l
 
 
 def _mark(render: Render, messages: Sequence[Message], text: str) -> tuple[MarkedMessages, Rendering]:
-    """The conversation with as many markers as leave its text unchanged, and that text with their places."""
+    """The conversation with as many markers as its text allows, and that text with their places."""
     for coverage in COVERAGES:
         marked = MarkedMessages(messages, text, coverage)
         whole = marked.read(render(marked.messages, **marked.variables))
         if whole.text == text:
             return marked, whole
     raise InvalidInputError(
-        "the template writes another text once markers are put into what is said, so the assistant's turns "
+        "the template renders other text when markers are put into the messages, so the assistant's turns "
         "cannot be located; give input_ids with a loss_mask instead"
     )
 
@@ -127,9 +127,9 @@ def _generation_turns(whole: Rendering) -> list[Turn]:
             turns.append(Turn(start, end, end, end, closed=True, message=message))
             start = None
         elif kind in (MarkerKind.GENERATION_START, MarkerKind.GENERATION_END):
-            raise InvalidInputError("the template's {% generation %} and {% endgeneration %} are no pairs")
+            raise InvalidInputError("the template's {% generation %} and {% endgeneration %} are not paired")
         elif kind is MarkerKind.BEGIN and start is not None:
-            raise InvalidInputError("the template's {% generation %} holds text of another role")
+            raise InvalidInputError("the template's {% generation %} contains text of another role")
     return turns
 
 
@@ -166,7 +166,7 @@ class _Conversation:
             return self._turn(index)
         except InvalidInputError as error:
             raise InvalidInputError(
-                f"message {index}: this turn of the assistant cannot be located in the text "
+                f"message {index}: this assistant turn cannot be located in the text "
                 f"({error}); give input_ids with a loss_mask instead"
             ) from None
 
@@ -219,7 +219,7 @@ class _Conversation:
         header = _generation_prompt(prompt, written)
         if header and first is not None and text.count(header, in_text, first) == 1:
             return _Start(text.index(header, in_text) + len(header), None, anchor, in_text, trailer)
-        # The template writes a generation prompt whether it is asked for or not.
+        # The template always writes a generation prompt, requested or not.
         common = len(os.path.commonprefix([tail, text[in_text:]]))
         if header == "" and body is not None and (common or history[-1].get("role") == "assistant"):
             return _Start(in_text + common, text[:in_text] + tail, anchor, in_text, trailer)

@@ -1,10 +1,10 @@
 """Empty thoughts: the frame that a chat template writes for a thought when the message has none.
 
 Qwen3's template begins the last turn with ``<think>\\n\\n</think>`` and omits that in earlier turns; other
-templates begin every turn so, or close what the prompt opened (``</think>``). Nobody said it, and a model
-that is trained on it learns to stop thinking.
+templates begin every turn so, or close what the prompt opened (``</think>``). It is not part of any message,
+and a model that is trained on it learns to stop thinking.
 
-The frame is what a template writes around a thought. To find it, a message of our own is given a thought.
+The frame is the text that a template writes around a thought. It is found by rendering a test message.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["ThoughtFrame", "find_frames", "without_empty_thought"]
 _THOUGHT, _CONTENT = "\U0002a6d0", "\U0002a6d1"
 # Written by templates that take no thoughts from messages (DeepSeek-V3.2).
 _CLOSE = "</think>"
-# At most one tag.
+# Matches at most one tag.
 _OPEN = re.compile(r"\s*(<[^<>]*>)?\s*")
 
 
@@ -94,7 +94,7 @@ def without_empty_thought(
     """The turn, starting after the empty thought that the template put at its beginning, if it did.
 
     :param text: the rendered conversation.
-    :param message: the turn's message. An empty thought in its own content is the assistant's, and stays.
+    :param message: the turn's message. An empty thought in its own content stays.
     :param frames: the frames of the template.
     """
     for frame in frames:
@@ -110,7 +110,7 @@ def _earliest(turn: Turn, close: str) -> int:
 
 
 def _plain_text(content: Any) -> str:
-    """The text of a content; of a content in parts, the concatenation of their texts."""
+    """The text of a content; for a content in parts, the concatenation of their texts."""
     parts = content if isinstance(content, list) else [content]
     texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
     return "".join(text for text in texts if isinstance(text, str))

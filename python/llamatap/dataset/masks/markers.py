@@ -1,4 +1,4 @@
-"""Markers in messages: characters that show where a chat template writes what a message says.
+"""Markers in messages: characters that show where a chat template writes the text of a message.
 
 A marker is a character that the conversation does not contain. It is put beside the text of a message, which
 itself stays unchanged. If the template renders the same text apart from the markers, they show where each
@@ -34,7 +34,7 @@ _TEXTS = ("text", "thinking", "content")
 
 @dataclass(frozen=True)
 class Coverage:
-    """How much of a conversation gets markers. Templates that react to markers get fewer.
+    """Degree to which a conversation gets markers. Templates that react to markers get fewer.
 
     :ivar blanks: blank contents of roles other than the assistant; some templates treat blank contents
         differently.
@@ -90,7 +90,7 @@ class Marker:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a marker was in a rendered text: the offset of the next character, markers not counted."""
+    """Position of a marker in a rendered text: the offset of the next character, markers not counted."""
 
     position: int
     marker: Marker
@@ -127,7 +127,7 @@ class Rendering:
 class MarkedMessages:
     """A conversation with markers.
 
-    :param text: the rendered conversation, whose characters are no markers.
+    :param text: the rendered conversation, whose characters are not used as markers.
     :ivar messages: the messages with markers.
     :ivar variables: variables that have a template write markers around its ``{% generation %}``.
     """
@@ -168,7 +168,7 @@ class MarkedMessages:
     def _new(self, kind: MarkerKind, message: int = -1, own: bool = False) -> str:
         letter = next(self._free, None)
         if letter is None:
-            raise InvalidInputError("there are more messages than markers to tell them apart")
+            raise InvalidInputError("there are more messages than markers to distinguish them")
         self._markers[letter] = Marker(letter, kind, message, own)
         return letter
 
@@ -217,7 +217,7 @@ class MarkedMessages:
         return text[:end] + self._new(kind, message, own=True) + text[end:] if end else text
 
     def _between(self, text: str, message: int) -> str:
-        """The text with markers around it, inside of enclosing tags, which templates may look for."""
+        """The text with markers around it, but inside enclosing tags, which templates may look for."""
         begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
         if end == 0:
             if not self._coverage.blanks:

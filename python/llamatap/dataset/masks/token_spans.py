@@ -1,4 +1,4 @@
-"""Aligning tokens with their text: the bytes of the text that each token stands for."""
+"""Aligning tokens with their text: the bytes of each token in the text."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TokenAligner:
         return self._pieces[token]
 
     def align(self, text: str) -> TokenSpans:
-        """Tokenise a text, and find the bytes that each token stands for.
+        """Tokenise a text, and find the bytes of each token.
 
         Some tokenizers add BOS, EOS and a blank before words, or drop blanks beside special tokens.
 
@@ -98,7 +98,7 @@ class TokenAligner:
             if begin is not None:
                 return begin, len(piece), 1
         raise InvalidInputError(
-            f"the tokenizer changes the text: token {index} is {piece!r}, where the text has "
+            f"the tokenizer changes the text: token {index} is {piece!r}, but the text has "
             f"{data[position : position + 20]!r}; give input_ids with a loss_mask instead"
         )
 
@@ -109,7 +109,7 @@ class TokenAligner:
 
 
 def _find(data: bytes, piece: bytes, position: int) -> int | None:
-    """Where a piece begins, at a position or after blanks that follow it; None if it does not."""
+    """Find the start of a piece, at a position or after blanks that follow it; None if it is not there."""
     if data.startswith(piece, position):
         return position
     blanks = len(data) - position - len(data[position:].lstrip())

@@ -1,1 +1,1 @@
-"""``/v1/completions`` and ``/v1/chat/completions``: text as OpenAI's API gives it."""
+"""``/v1/completions`` and ``/v1/chat/completions``: text generation as in OpenAI's API."""

@@ -1,4 +1,4 @@
-"""Handler of ``/v1/chat/completions``: applies the chat template, and shapes the answer."""
+"""Handler of ``/v1/chat/completions``: applies the chat template, and builds the response."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from llamatap.errors import UnsupportedError
 from llamatap.generation.results import Generation, TokenLogprobs
-from llamatap.serve.app_state import Server
+from llamatap.serve.app_state import AppState
 from llamatap.serve.completions.logprobs import finite
 from llamatap.serve.completions.schema import ROLES, ChatRequest
 from llamatap.serve.completions.text_handler import TextHandler
@@ -16,10 +16,10 @@ from llamatap.serve.workers.model_worker import ModelWorker
 
 __all__ = ["ChatHandler"]
 
-# Template variables that other fields of a request set, and names that Python itself takes.
+# Template variables that other fields of a request set, and names reserved by Python.
 _RESERVED = frozenset(("messages", "add_generation_prompt", "template", "self"))
 
-# The mark that transformers uses; some templates look for it.
+# The mark of transformers; some templates look for it.
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -32,8 +32,8 @@ class ChatHandler(TextHandler):
     choices_have_prompt_logprobs = False
     body: ChatRequest
 
-    def __init__(self, server: Server, worker: ModelWorker, body: ChatRequest) -> None:
-        super().__init__(server, worker, body)
+    def __init__(self, app_state: AppState, worker: ModelWorker, body: ChatRequest) -> None:
+        super().__init__(app_state, worker, body)
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError.invalid("top_logprobs needs logprobs: true")
         if body.continue_final_message and body.add_generation_prompt:
@@ -64,7 +64,7 @@ class ChatHandler(TextHandler):
             messages[-1]["content"] = f"{messages[-1].get('content', '')}{_MARK}"
         if self.model.chat_template is None:
             raise UnsupportedError(
-                f"{self.worker.name} has no chat template; give a text as it is to /v1/completions"
+                f"{self.worker.name} has no chat template; send plain text to /v1/completions"
             )
         self._check_roles(self.model.chat_template)
         text = self.model.apply_chat_template(messages, body.add_generation_prompt, **variables)
@@ -91,7 +91,7 @@ class ChatHandler(TextHandler):
         }
 
     def extra_fields(self) -> dict[str, Any]:
-        # vLLM puts the ids of the prompt here for a chat, and into each choice for a completion.
+        # vLLM puts the ids of the prompt here for a chat, but into each choice for a completion.
         return {"prompt_token_ids": list(self.prompts[0])} if self.body.return_token_ids else {}
 
     def first_chunks(self) -> list[dict[str, Any]]:
@@ -127,7 +127,7 @@ def _up_to_mark(text: str) -> str:
     end = text.rfind(_MARK.rstrip())
     if end < 0:
         raise ApiError.invalid(
-            "continue_final_message: the chat template does not show the last message as it is"
+            "continue_final_message: the chat template does not write the last message unchanged"
         )
-    # A template that strips the end of a message (the blank of the mark) would strip the text before it, too.
+    # A template that strips the end of a message (the mark's blank) would also strip the text before it.
     return text[:end] if text[end:].startswith(_MARK) else text[:end].rstrip()

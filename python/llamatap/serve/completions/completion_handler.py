@@ -1,4 +1,4 @@
-"""Handler of ``/v1/completions``: takes prompts as they are, and shapes the answer."""
+"""Handler of ``/v1/completions``: takes prompts unchanged, and builds the response."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from llamatap.generation.options import token_bytes
 from llamatap.generation.results import Event, Generation, TokenLogprobs
 from llamatap.generation.text_stream import TextStream
-from llamatap.serve.app_state import Server
+from llamatap.serve.app_state import AppState
 from llamatap.serve.completions.echo import offsets_in, text_of
 from llamatap.serve.completions.logprobs import finite
 from llamatap.serve.completions.schema import CompletionRequest
@@ -30,20 +30,20 @@ class CompletionHandler(TextHandler):
     object_name = chunk_object_name = "text_completion"
     id_prefix = "cmpl"
     choices_have_prompt_logprobs = True
-    stream_advice = "ask without stream, or with echo and logprobs"
+    stream_advice = "send the request without stream, or with echo and logprobs"
     body: CompletionRequest
 
-    def __init__(self, server: Server, worker: ModelWorker, body: CompletionRequest) -> None:
-        super().__init__(server, worker, body)
+    def __init__(self, app_state: AppState, worker: ModelWorker, body: CompletionRequest) -> None:
+        super().__init__(app_state, worker, body)
         if body.best_of not in (None, 1, self.n):
-            raise ApiError.invalid("best_of is not supported here: only n texts are generated")
+            raise ApiError.invalid("best_of is not supported: only n texts are generated")
         if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
             raise ApiError.invalid(
-                "max_tokens is 0, so the answer would be empty: ask for echo or prompt_logprobs as well"
+                "max_tokens is 0, so the response would be empty: also request echo or prompt_logprobs"
             )
         #: By choice: the streamed text so far, decoded from its tokens.
         self._streams: dict[int, TextStream] = {}
-        #: Choices of which a chunk was sent.
+        #: Choices with at least one sent chunk.
         self._opened: set[int] = set()
         #: By choice, once its prompt was echoed: the number of characters of the prompt.
         self._echoed: dict[int, int] = {}
@@ -115,11 +115,11 @@ class CompletionHandler(TextHandler):
         return choice
 
     def _new_stream(self) -> TextStream:
-        # Without stop strings: the offset of a token does not depend on what follows it.
+        # Without stop strings: the offset of a token does not depend on later ones.
         return TextStream(token_bytes(self.model), ())
 
     def _prompt(self, index: int, logprobs: Sequence[TokenLogprobs | None] | None) -> tuple[str, list[_Row]]:
-        """The text of a choice's prompt, and the rows of its tokens where log-probabilities are wanted."""
+        """The text of a choice's prompt, and the rows of its tokens if log-probabilities are requested."""
         given = self.inputs[index // self.n]
         text = text_of(self.model, given)
         if self.body.logprobs is None or logprobs is None:
@@ -157,7 +157,7 @@ class CompletionHandler(TextHandler):
         return found
 
     def _spelled(self, token: int) -> str:
-        """The text of a token; bytes that are no text by themselves are spelled as OpenAI does."""
+        """The text of a token; bytes that are not valid UTF-8 are spelled as in OpenAI's API."""
         data = self.model.token_bytes(token)
         try:
             return data.decode()

@@ -20,8 +20,8 @@ def text_of(model: Model, given: str | Sequence[int]) -> str:
 def offsets_in(model: Model, given: str | Sequence[int], tokens: Sequence[int]) -> list[int]:
     """The offset of each token in :func:`text_of`, in characters.
 
-    A token within a character begins where the character does. A BOS that the tokenizer added is empty, and a
-    blank that it adds before the text does not count.
+    A token inside a character begins where the character does. A BOS that the tokenizer added is empty, and a
+    blank that it added before the text does not count.
     """
     pieces = [model.token_bytes(token) for token in tokens]
     skip, left = 0, sum(map(len, pieces))
@@ -31,7 +31,7 @@ def offsets_in(model: Model, given: str | Sequence[int], tokens: Sequence[int]) 
         added = len(tokens) > 0 and tokens[0] == model.bos_token and not text.startswith(pieces[0])
         begin = len(pieces[0]) if added else 0
         found = joined.find(text, begin)
-        # Where the tokenizer changes texts, the offsets are approximate.
+        # If the tokenizer changes texts, the offsets are approximate.
         skip = begin if found < 0 else found
         left = len(text)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")

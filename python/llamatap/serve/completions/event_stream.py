@@ -29,7 +29,7 @@ class EventStream(StreamingResponse):
         self._events = events
 
     async def stream_response(self, send: Send) -> None:
-        # A client that disconnects frees its texts' sequences at once, wherever the stream happens to be.
+        # When a client disconnects, the sequences of its texts are freed at once.
         async with aclosing(self._events):
             await super().stream_response(send)
 
@@ -58,7 +58,7 @@ async def _lines(
             yield _line(handler.chunk([], usage=handler.usage(done)))
     except Exception as error:
         yield _line(error_body(api_error(error)))
-    # Also after an error: a stream without it was cut off.
+    # Also after an error: a stream without it is incomplete.
     yield b"data: [DONE]\n\n"
 
 
@@ -66,4 +66,4 @@ async def _event_lines(handler: TextHandler, index: int, event: Event) -> list[b
     def work() -> list[bytes]:
         return [_line(chunk) for chunk in handler.chunks(index, event)]
 
-    return await handler.server.encoders.run(work) if handler.must_echo(index) else work()
+    return await handler.app_state.encoders.run(work) if handler.must_echo(index) else work()

@@ -1,4 +1,4 @@
-"""Log-probabilities in answers."""
+"""Log-probabilities in responses."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from llamatap.serve.payload import as_array
 
 __all__ = ["finite", "prompt_logprobs", "prompt_logprobs_bytes"]
 
-# Bytes of one token among the log-probabilities of a prompt, from computation until sent: the entry, its
+# Bytes for one token among the log-probabilities of a prompt, from computation to sending: the entry, its
 # text, and the JSON of both.
 _ENTRY_BYTES = 400
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can hold: for minus infinity OpenAI's own stand-in."""
+    """A log-probability that JSON can hold: OpenAI's substitute for minus infinity."""
     return max(logprob, -9999.0)
 
 
 def prompt_logprobs_bytes(n_tokens: int, n_top: int) -> int:
-    """The most memory that the log-probabilities of prompts take until they are sent."""
+    """Maximum memory of the log-probabilities of prompts until they are sent."""
     return n_tokens * (n_top + 1) * _ENTRY_BYTES
 
 
 def prompt_logprobs(model: Model, found: Sequence[TokenLogprobs | None], n_top: int) -> orjson.Fragment:
-    """Log-probabilities of a prompt as vLLM gives them: by token id, the prompt's own token first.
+    """Log-probabilities of a prompt in vLLM's form: by token id, the prompt's own token first.
 
-    :param n_top: how many of the most likely tokens to list at each place.
+    :param n_top: number of most likely tokens to list at each position.
     """
     return as_array(None if one is None else _candidates(model, one, n_top) for one in found)
 

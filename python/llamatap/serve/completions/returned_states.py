@@ -1,4 +1,4 @@
-"""The states of a text in its answer (``return_hidden_states``)."""
+"""The states of a text in its response (``return_hidden_states``)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["ReturnedStates", "check_finite"]
 
 
 class ReturnedStates:
-    """The states that an answer holds: of the prompt and each token, or of the last token alone.
+    """The states in a response: of the prompt and each token, or only of the last token.
 
     :ivar layer: normalised id of llamatap.
-    :ivar full: whether states of all tokens are wanted, or the last one's alone.
+    :ivar full: whether states of all tokens are requested, or only the last one's.
     :raises InvalidInputError: the model has no such layer.
     """
 
@@ -37,27 +37,28 @@ class ReturnedStates:
         self._n_embd = model.n_embd
 
     def check_size(self, n_rows: int, limit: int) -> None:
-        """Check that states of ``n_rows`` tokens are no more than ``limit`` bytes.
+        """Check that states of ``n_rows`` tokens take at most ``limit`` bytes.
 
-        :raises ApiError: 413, they are.
+        :raises ApiError: 413, they take more.
         """
         if self.full and 4 * n_rows * self._n_embd > limit:
             raise ApiError(
                 413,
                 "invalid_request_error",
                 "response_too_large",
-                f"the states of {n_rows} tokens are more than {limit} bytes, the limit of this server for a "
-                "response: ask for the last token's, or for a shorter text",
+                f"the states of {n_rows} tokens exceed {limit} bytes, the limit of this server for a "
+                f"response: "
+                "request the last token's, or a shorter text",
             )
 
     def n_bytes(self, n_rows: int) -> int:
-        """The most memory that the states of ``n_rows`` tokens take until they are sent."""
+        """Maximum memory of the states of ``n_rows`` tokens until they are sent."""
         return bytes_of(n_rows * self._n_embd, 4, "float") if self.full else 0
 
     def as_json(self, found: Generation) -> orjson.Fragment:
         """The field ``hidden_states`` of a choice: rows of the prompt and each token, or of the last token.
 
-        :raises ApiError: 422, they hold NaN or infinity.
+        :raises ApiError: 422, they contain NaN or infinity.
         """
         assert found.states is not None
         rows = found.states[self.layer]
@@ -71,7 +72,7 @@ class ReturnedStates:
         return orjson.Fragment(b"[" + b",".join(b"".join(one) for one in entries) + b"]")
 
     def description(self, found: Generation) -> dict[str, Any]:
-        """The fields that describe the states, as ``/v1/hidden_states`` has them."""
+        """The fields that describe the states, as in ``/v1/hidden_states``."""
         assert found.states is not None
         provenance = found.states.select((self.layer,)).provenance
         of_extraction = ("window", "max_length", "pooling")
@@ -85,9 +86,9 @@ class ReturnedStates:
 def check_finite(array: NDArray[Any]) -> None:
     """Check that states are finite.
 
-    :raises ApiError: 422, they hold NaN or infinity.
+    :raises ApiError: 422, they contain NaN or infinity.
     """
     if not np.isfinite(array).all():
         raise ApiError(
-            422, "model_error", "not_finite", "the states hold NaN or infinity; see `llamatap info`"
+            422, "model_error", "not_finite", "the states contain NaN or infinity; see `llamatap info`"
         )

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from llamatap.generation.results import Event, Generation
-from llamatap.serve.app_state import Server, server_of
+from llamatap.serve.app_state import AppState, app_state_of
 from llamatap.serve.completions.chat_handler import ChatHandler
 from llamatap.serve.completions.completion_handler import CompletionHandler
 from llamatap.serve.completions.event_stream import EventStream
@@ -31,7 +31,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 @router.get("/v1/models", responses={401: {"model": ErrorResponse}})
 async def models(request: Request) -> ModelList:
     """The models that are served."""
-    return ModelList(data=[_card(worker) for worker in server_of(request).workers.values()])
+    return ModelList(data=[_card(worker) for worker in app_state_of(request).workers.values()])
 
 
 def _card(worker: ModelWorker) -> ModelCard:
@@ -49,7 +49,7 @@ def _card(worker: ModelWorker) -> ModelCard:
 )
 async def model(request: Request, name: str) -> ModelCard:
     """One served model."""
-    return _card(server_of(request).worker(name))
+    return _card(app_state_of(request).worker(name))
 
 
 @router.post(
@@ -59,9 +59,9 @@ async def model(request: Request, name: str) -> ModelCard:
 )
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue prompts."""
-    server = server_of(request)
-    handler = CompletionHandler(server, server.worker(body.model), body)
-    return await _answer(request, server, handler)
+    app_state = app_state_of(request)
+    handler = CompletionHandler(app_state, app_state.worker(body.model), body)
+    return await _answer(request, app_state, handler)
 
 
 @router.post(
@@ -71,16 +71,16 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
 )
 async def chat(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
-    server = server_of(request)
-    handler = ChatHandler(server, server.worker(body.model), body)
-    return await _answer(request, server, handler)
+    app_state = app_state_of(request)
+    handler = ChatHandler(app_state, app_state.worker(body.model), body)
+    return await _answer(request, app_state, handler)
 
 
-async def _answer(request: Request, server: Server, handler: TextHandler) -> Response:
+async def _answer(request: Request, app_state: AppState, handler: TextHandler) -> Response:
     async def prepare() -> None:
-        await server.threads.run(handler.prepare)
+        await app_state.threads.run(handler.prepare)
         if handler.n_bytes:
-            await server.budget.take(request, handler.n_bytes)
+            await app_state.budget.take(request, handler.n_bytes)
 
     if handler.body.stream:
 
@@ -89,7 +89,7 @@ async def _answer(request: Request, server: Server, handler: TextHandler) -> Res
             events = handler.events()
             return await anext(events), events
 
-        # Errors of the request are raised before the first event, so they become a status.
+        # Errors of the request are raised before the first event, so they become an HTTP status.
         first, events = await unless_gone(request, begin())
         return EventStream(handler, first, events)
 
@@ -100,6 +100,6 @@ async def _answer(request: Request, server: Server, handler: TextHandler) -> Res
             async for choice, event in events:
                 if event.final is not None:
                     done[choice] = event.final
-        return await server.encoders.run(lambda: handler.response(done))
+        return await app_state.encoders.run(lambda: handler.response(done))
 
     return await unless_gone(request, whole())

@@ -1,4 +1,4 @@
-"""Requests for completions: OpenAI's API as far as it is served, and extensions of it.
+"""Requests for completions: the supported part of OpenAI's API, and extensions of it.
 
 https://platform.openai.com/docs/api-reference; ``return_token_ids``, ``prompt_logprobs``,
 ``add_generation_prompt`` and ``continue_final_message`` are vLLM's, ``return_hidden_states`` is SGLang's.
@@ -20,8 +20,8 @@ __all__ = ["ROLES", "ChatRequest", "CompletionRequest", "ModelCard", "ModelList"
 
 
 class Unserved:
-    """Annotation of a field of OpenAI's, or of a server like it, that is not served. Clients send many such
-    fields with values that ask for nothing, and these are accepted.
+    """Annotation of a field of OpenAI's API, or of servers like it, that is not supported. Clients send many
+    such fields with values that have no effect; these are accepted.
 
     :param values: such values, besides null.
     """
@@ -52,40 +52,47 @@ class StreamOptions(BaseModel):
 _Temperature: TypeAlias = Annotated[
     float, Field(ge=0, le=100), AfterValidator(lambda value: value if value >= 1e-5 else 0.0)
 ]
-#: -1 means all tokens in vLLM; here 0 does.
+#: vLLM writes -1 for all tokens; here it is 0.
 _TopK: TypeAlias = Annotated[int, Field(ge=-1, le=2**31 - 1), AfterValidator(lambda value: max(value, 0))]
 
 
-def _option(name: str, **bounds: Any) -> Any:
-    """A field that is an option of :func:`llamatap.generate`, described as the option is."""
-    return Field(None, description=read_options(GenerateOptions)[name].plain_help, **bounds)
+def _option(name: str, **own: Any) -> Any:
+    """A field that is an option of :func:`llamatap.generate`, with the option's description and range.
+
+    :param own: arguments of pydantic's ``Field``; bounds in it are OpenAI's or vLLM's range in place of the
+        option's.
+    """
+    option = read_options(GenerateOptions)[name]
+    bounds = {"ge": option.low, "gt": option.above, "le": option.high}
+    own = {key: bound for key, bound in bounds.items() if bound is not None} | own
+    return Field(None, description=option.plain_help, **own)
 
 
 class Sampling(Body):
     """Fields that completions of both kinds share.
 
-    A field that is an option of :func:`llamatap.generate` has the option's name, and an alias where OpenAI or
-    vLLM call it otherwise.
+    A field that is an option of :func:`llamatap.generate` has the option's name, and an alias if OpenAI or
+    vLLM use another name.
     """
 
     model: str = Field(description="a name of GET /v1/models")
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     temperature: _Temperature | None = Field(
         None,
-        description="default 1; 0 takes the most likely token, and so does less than 1e-5",
+        description="default 1; below 1e-5 the most likely token is taken",
     )
-    top_p: float | None = _option("top_p", gt=0, le=1)
-    top_k: _TopK | None = Field(None, description="draw from the k most likely tokens; 0 or -1: from all")
-    min_p: float | None = _option("min_p", ge=0, le=1)
+    top_p: float | None = _option("top_p")
+    top_k: _TopK | None = Field(None, description="sample from the k most likely tokens; 0 or -1: from all")
+    min_p: float | None = _option("min_p")
     frequency_penalty: float | None = _option("frequency_penalty", ge=-2, le=2)
     presence_penalty: float | None = _option("presence_penalty", ge=-2, le=2)
-    repeat_penalty: float | None = _option("repeat_penalty", alias="repetition_penalty", gt=0, le=10)
+    repeat_penalty: float | None = _option("repeat_penalty", alias="repetition_penalty", le=10)
     logit_bias: Biases | None = Field(
         None, description="by token id, -100..100: added to its logit before all else"
     )
-    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="seed of the random numbers")
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="random seed")
     stop: str | Annotated[list[str], Field(fail_fast=True, max_length=16)] | None = Field(
-        None, description="strings that end the text, and are not part of it"
+        None, description="stop strings; the text does not include them"
     )
     stop_tokens: Annotated[Ids, Field(max_length=256)] | None = _option("stop_tokens", alias="stop_token_ids")
     ignore_eos: bool | None = _option("ignore_eos")
@@ -94,20 +101,21 @@ class Sampling(Body):
         None,
         ge=0,
         le=20,
-        description="how many of the most likely tokens to report at each token of the prompt; without "
-        "stream",
+        description="report this many of the most likely tokens at each token of the prompt; not with stream",
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = Field(None, description="the token ids of the prompt and the text, too")
+    return_token_ids: bool | None = Field(
+        None, description="also return the token ids of the prompt and the text"
+    )
     return_hidden_states: bool | Literal["last"] | None = Field(
         None,
-        description="hidden states: rows of the prompt, then one row for each token; or of the last token",
+        description='true: the states of the prompt, then of each token; "last": only of the last token',
     )
     layer: int | None = Field(
         None,
-        description="layer of return_hidden_states, as transformers counts the architecture; default -1: the "
-        "last, normed",
+        description="layer of return_hidden_states, as transformers counts it for the architecture; default "
+        "-1: the last, normed",
     )
     # Accepted without effect.
     user: str | None = None
@@ -130,7 +138,7 @@ class Sampling(Body):
     use_beam_search: Annotated[Any, Unserved(False)] = None
 
     def generate_options(self) -> GenerateOptions:
-        """The options of :func:`llamatap.generate` that the request gives."""
+        """The options of :func:`llamatap.generate` in the request."""
         given = {name: getattr(self, name, None) for name in read_options(GenerateOptions)}
         options = cast("GenerateOptions", {name: value for name, value in given.items() if value is not None})
         options.setdefault("temperature", 1.0)
@@ -145,12 +153,12 @@ class CompletionRequest(Sampling):
         None, ge=0, le=2**31 - 1, description="default 16; 0 only with echo or prompt_logprobs"
     )
     logprobs: int | None = Field(
-        None, ge=0, le=20, description="how many of the most likely tokens to report at each token"
+        None, ge=0, le=20, description="report this many of the most likely tokens at each token"
     )
     echo: bool | None = Field(
-        None, description="begin with the prompt, and its logprobs where they are asked for"
+        None, description="begin with the prompt, and with its logprobs if they are requested"
     )
-    best_of: int | None = Field(None, ge=1, description="1, or as n: no other texts are generated")
+    best_of: int | None = Field(None, ge=1, description="1, or equal to n: only n texts are generated")
     suffix: Annotated[Any, Unserved("")] = None
     add_special_tokens: Annotated[Any, Unserved(True)] = None
 

@@ -1,4 +1,4 @@
-"""Handler of one request for text: from its body to the generation of its texts, and back to an answer."""
+"""Handler of one request for text: from its body to the generation of its texts, and to the response."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llamatap.errors import ContextFullError
 from llamatap.extraction.inputs import CheckedPrompt
 from llamatap.generation.api import GenerateOptions
 from llamatap.generation.results import Event, Generation, TokenLogprobs
-from llamatap.serve.app_state import Server
+from llamatap.serve.app_state import AppState
 from llamatap.serve.completions.logprobs import prompt_logprobs, prompt_logprobs_bytes
 from llamatap.serve.completions.returned_states import ReturnedStates
 from llamatap.serve.completions.schema import Sampling
@@ -29,22 +29,22 @@ _FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length", "can
 
 
 class TextHandler(ABC):
-    """Handles one request for text: checks it, gives the options of its texts, makes the answer.
+    """Handles one request for text: checks it, sets the options of its texts, builds the response.
 
-    :raises ApiError: the request asks for what it cannot have.
+    :raises ApiError: the request cannot be served.
     """
 
-    #: ``object`` of an answer, and of a chunk of a stream.
+    #: ``object`` of a response, and of a chunk of a stream.
     object_name: ClassVar[str]
     chunk_object_name: ClassVar[str]
     id_prefix: ClassVar[str]
-    #: Whether each choice has ``prompt_logprobs``, as vLLM's completions do, or the answer has them once.
+    #: Whether each choice has ``prompt_logprobs``, as in vLLM's completions, or the response has them once.
     choices_have_prompt_logprobs: ClassVar[bool]
     #: Advice to a request that combines ``prompt_logprobs`` with ``stream``.
-    stream_advice: ClassVar[str] = "ask without stream"
+    stream_advice: ClassVar[str] = "send the request without stream"
 
-    def __init__(self, server: Server, worker: ModelWorker, body: Sampling) -> None:
-        self.server = server
+    def __init__(self, app_state: AppState, worker: ModelWorker, body: Sampling) -> None:
+        self.app_state = app_state
         self.worker = worker
         self.model = worker.model
         self.body = body
@@ -52,37 +52,40 @@ class TextHandler(ABC):
         self.created = int(time.time())
         #: Texts for each prompt.
         self.n = body.n or 1
-        #: Prompts as the request gave them, and as token ids; after :meth:`prepare`.
+        #: Prompts as in the request, and as token ids; set by :meth:`prepare`.
         self.inputs: list[str | Sequence[int]] = []
         self.prompts: list[CheckedPrompt] = []
         self.returned_states: ReturnedStates | None = None
         self.verifier_file: VerifierFile | None = None
-        #: The most memory that states and log-probabilities take until they are sent; after :meth:`prepare`.
+        #: Maximum memory of states and log-probabilities until they are sent; set by :meth:`prepare`.
         self.n_bytes = 0
         self._check_combinations()
 
     def _check_combinations(self) -> None:
         body = self.body
         if body.stream_options is not None and not body.stream:
-            raise ApiError.invalid("stream_options is of stream, which is not asked for")
+            raise ApiError.invalid("stream_options needs stream: true")
         if body.prompt_logprobs is not None and body.stream:
             raise ApiError.invalid(
-                f"prompt_logprobs does not go with stream: {self.stream_advice}", "unsupported_combination"
+                f"prompt_logprobs cannot be combined with stream: {self.stream_advice}",
+                "unsupported_combination",
             )
         if not body.return_hidden_states:
             if body.layer is not None:
-                raise ApiError.invalid("layer is of return_hidden_states, which is not asked for")
+                raise ApiError.invalid("layer needs return_hidden_states")
             return
         if body.stream:
             raise ApiError.invalid(
-                "return_hidden_states does not go with stream: ask without stream, or for the states of the "
-                "finished text with POST /v1/hidden_states",
+                "return_hidden_states cannot be combined with stream: send the request without stream, or "
+                "get "
+                "the states of the finished text with POST /v1/hidden_states",
                 "unsupported_combination",
             )
         if self.n > 1:
             raise ApiError.invalid(
-                "return_hidden_states does not go with n > 1: send a request for each text, with a seed of "
-                "its own",
+                "return_hidden_states cannot be combined with n > 1: send a request for each text, with its "
+                "own "
+                "seed",
                 "unsupported_combination",
             )
 
@@ -91,7 +94,7 @@ class TextHandler(ABC):
     @property
     @abstractmethod
     def n_logprobs(self) -> int | None:
-        """How many of the most likely tokens to report at each token; None for no log-probabilities."""
+        """Number of most likely tokens to report at each token; None for no log-probabilities."""
 
     @property
     def n_prompt_logprobs(self) -> int | None:
@@ -101,7 +104,7 @@ class TextHandler(ABC):
     @property
     @abstractmethod
     def max_tokens(self) -> int | None:
-        """The most tokens of a text, as the request gives it."""
+        """Maximum number of tokens of a text, from the request."""
 
     @abstractmethod
     def read_inputs(self) -> list[str | Sequence[int]]:
@@ -120,11 +123,11 @@ class TextHandler(ABC):
         return []
 
     def extra_fields(self) -> dict[str, Any]:
-        """Further fields of a whole answer, and of the first chunk of a stream."""
+        """Further fields of a whole response, and of the first chunk of a stream."""
         return {}
 
     def must_echo(self, index: int) -> bool:
-        """Whether the next chunk of a text is its prompt. To make it is long work."""
+        """Whether the next chunk of a text is its prompt, which takes long to make."""
         return False
 
     def echo(self, index: int, event: Event) -> dict[str, Any]:
@@ -136,17 +139,17 @@ class TextHandler(ABC):
     def prepare(self) -> None:
         """Tokenise the prompts and check sizes. Long work: run it off the event loop.
 
-        :raises ApiError: the answer would be too large.
+        :raises ApiError: the response would be too large.
         :raises InvalidInputError: a prompt is wrong.
         """
         self.inputs = self.read_inputs()
         n_texts = len(self.inputs) * self.n
-        if n_texts > (most := self.server.options.max_inputs):
+        if n_texts > (most := self.app_state.options.max_inputs):
             raise ApiError.invalid(
-                f"{n_texts} texts; this server gives {most} in a response", "too_many_inputs"
+                f"{n_texts} texts; this server allows {most} in a response", "too_many_inputs"
             )
         if self.n_logprobs is not None or self.n_prompt_logprobs is not None or self.body.stop is not None:
-            # Raises where the model has no tokenizer, and so no texts to search or to show.
+            # Raises if the model has no tokenizer, and so no texts to search or to show.
             self.model.token_bytes(0)
         self.prompts = [self._checked_prompt(given) for given in self.inputs]
         if (n_scored := self.n_prompt_logprobs) is not None:
@@ -155,37 +158,37 @@ class TextHandler(ABC):
         if self.body.return_hidden_states:
             n_rows = sum(len(prompt) + self._most_tokens(prompt) for prompt in self.prompts)
             self.returned_states = ReturnedStates(self.model, self.body)
-            self.returned_states.check_size(n_rows, self.server.options.max_response_bytes)
+            self.returned_states.check_size(n_rows, self.app_state.options.max_response_bytes)
             self.n_bytes += self.returned_states.n_bytes(n_rows)
-        verifier = self.server.verifier
+        verifier = self.app_state.verifier
         if verifier is not None and self.body.return_token_ids and not self.body.stream and self.n == 1:
             if len(self.prompts) > 1:
-                raise ApiError.invalid("a verifier takes one prompt a request")
+                raise ApiError.invalid("a verifier takes one prompt per request")
             self.verifier_file = VerifierFile(verifier, self.model, len(self.prompts[0]))
             self.n_bytes += self.verifier_file.n_bytes
 
     def _checked_prompt(self, given: str | Sequence[int]) -> CheckedPrompt:
-        prompt = self.server.checked_prompt(self.model, given)
+        prompt = self.app_state.checked_prompt(self.model, given)
         if len(prompt) > (most := self.worker.limits.text):
             raise ContextFullError(
-                f"the prompt has {len(prompt)} tokens; {self.worker.name} takes texts of {most} at most"
+                f"the prompt has {len(prompt)} tokens; {self.worker.name} takes texts of at most {most}"
             )
         return prompt
 
     def _most_tokens(self, prompt: CheckedPrompt) -> int:
-        """The most tokens to generate after a prompt. A request that does not say gets whole shares of the
-        context, as many as leave at least a quarter of one for the text."""
+        """Maximum number of tokens to generate after a prompt. Without a number in the request, a text gets
+        whole shares of the context, as many as leave at least a quarter of one for it."""
         share = self.worker.limits.text_share
         n_shares = (len(prompt) + share // 4) // share + 1
         most = self.worker.limits.text
         wanted = self.max_tokens
         if wanted is None:
             wanted = max(min(n_shares * share, most) - len(prompt), 1)
-        # The last token needs no place in the context.
+        # The last token needs no position in the context.
         return min(wanted, most + 1 - len(prompt))
 
     def events(self) -> AsyncGenerator[tuple[int, Event], None]:
-        """Generate the texts: events, with the numbers of their choices; after :meth:`prepare`."""
+        """Generate the texts, after :meth:`prepare`: events, with the numbers of their choices."""
         prompts = [prompt for prompt in self.prompts for _ in range(self.n)]
         texts = [(prompt, self._options(prompt, index)) for index, prompt in enumerate(prompts)]
         return self.worker.generate(texts, streamed=bool(self.body.stream))
@@ -208,7 +211,7 @@ class TextHandler(ABC):
             )
         return options
 
-    # From the texts to the answer.
+    # From the texts to the response.
 
     def chunks(self, index: int, event: Event) -> list[dict[str, Any]]:
         """The chunks of an event."""
@@ -225,13 +228,13 @@ class TextHandler(ABC):
 
     def chunk(self, choices: list[dict[str, Any]], **more: object) -> dict[str, Any]:
         """A chunk of a stream."""
-        # Where usage is asked for, every chunk has it: null in all but the last.
+        # If usage is requested, every chunk has it: null in all except the last.
         usage = {"usage": None} if self.wants_usage else {}
         return self._envelope(self.chunk_object_name, choices) | usage | more
 
     @property
     def wants_usage(self) -> bool:
-        """Whether the last chunk of a stream is to say how many tokens there were."""
+        """Whether the last chunk of a stream reports the number of tokens."""
         return self.body.stream_options is not None and self.body.stream_options.include_usage
 
     def usage(self, done: dict[int, Generation]) -> dict[str, int]:
@@ -245,9 +248,9 @@ class TextHandler(ABC):
         }
 
     def response(self, done: dict[int, Generation]) -> Response:
-        """The whole answer. Long work: run it off the event loop.
+        """The whole response. Long work: run it off the event loop.
 
-        :raises ApiError: 422, states hold NaN or infinity; 503, there is no room for the verifier's file.
+        :raises ApiError: 422, states contain NaN or infinity; 503, there is no room for the verifier's file.
         """
         choices = [self._whole_choice(index, found) for index, found in sorted(done.items())]
         content = self._envelope(self.object_name, choices) | {"usage": self.usage(done)}

@@ -1,4 +1,4 @@
-"""The file of a prompt's states that a completion leaves for a trainer of drafters."""
+"""The file of a prompt's states that a completion writes for a trainer of drafters."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["VerifierFile"]
 
 
 class VerifierFile:
-    """The file that one request leaves.
+    """The file of one request.
 
-    :param n_tokens: of the prompt.
+    :param n_tokens: tokens of the prompt.
     :ivar layers: the layers in the file.
-    :ivar n_bytes: the most memory that the states take until the file is written.
+    :ivar n_bytes: maximum memory of the states until the file is written.
     :raises ApiError: 503, there is no room for the file.
     """
 
@@ -33,7 +33,8 @@ class VerifierFile:
     def write(self, found: Generation) -> Path:
         """Write the file.
 
-        :raises ApiError: 422, the states hold NaN or infinity; 503, there is no room, or the folder is gone.
+        :raises ApiError: 422, the states contain NaN or infinity; 503, there is no room, or the folder is
+            gone.
         """
         assert found.prompt_states is not None
         states = found.prompt_states.select(self.layers)

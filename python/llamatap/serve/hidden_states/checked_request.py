@@ -14,7 +14,7 @@ from llamatap.errors import ContextFullError, InvalidInputError
 from llamatap.extraction.inputs import CheckedPrompt, cut_tokens
 from llamatap.layers import LayerId
 from llamatap.presets import Preset
-from llamatap.serve.app_state import Server
+from llamatap.serve.app_state import AppState
 from llamatap.serve.errors import ApiError
 from llamatap.serve.hidden_states.schema import HiddenStatesRequest
 from llamatap.serve.payload import bytes_of
@@ -24,10 +24,10 @@ from llamatap.states import DTYPES
 
 __all__ = ["DEFAULT_LAYER", "CheckedRequest", "check_request"]
 
-#: As transformers counts: what enters the last block.
+#: In transformers' numbering: the state that enters the last block.
 DEFAULT_LAYER = -2
 
-# Of a request that gives none, and has no preset.
+# Used if a request has neither max_length nor a preset.
 _DEFAULT_MAX_LENGTH = 512
 
 _Prompt: TypeAlias = "str | NDArray[np.int32]"
@@ -50,7 +50,7 @@ class CheckedRequest:
 
     @property
     def n_bytes(self) -> int:
-        """The most memory that the answer takes until it is sent."""
+        """Maximum memory of the response until it is sent."""
         return bytes_of(self._n_numbers, self._itemsize, self.body.encoding_format)
 
     @property
@@ -68,14 +68,14 @@ class CheckedRequest:
         return int(DTYPES[self.wanted.dtype].itemsize)
 
 
-def check_request(server: Server, worker: ModelWorker, body: HiddenStatesRequest) -> CheckedRequest:
+def check_request(app_state: AppState, worker: ModelWorker, body: HiddenStatesRequest) -> CheckedRequest:
     """Check a request and tokenise its prompts. Long work: run it off the event loop.
 
     :raises ApiError: the request is wrong, or too large.
     :raises InvalidInputError: a prompt or a layer is wrong.
     """
-    preset = _preset(server, worker, body)
-    _check_count(server, body.input if preset is None else body.prompt)
+    preset = _preset(app_state, worker, body)
+    _check_count(app_state, body.input if preset is None else body.prompt)
     inputs = _texts(worker, body, preset) if preset is not None else _inputs(body)
     single = not isinstance(inputs, list)
     prompts: list[_Prompt] = inputs if isinstance(inputs, list) else [inputs]
@@ -87,51 +87,51 @@ def check_request(server: Server, worker: ModelWorker, body: HiddenStatesRequest
         body.pooling,
         None if preset is None else preset.rows,
     )
-    max_length = _max_length(server, body, preset)
+    max_length = _max_length(app_state, body, preset)
     tasks = []
     for index, prompt in enumerate(prompts):
         where = "" if single else f"input {index}: "
         try:
-            tasks.append(_task(server, worker, preset, wanted, prompt, max_length))
+            tasks.append(_task(app_state, worker, preset, wanted, prompt, max_length))
         except ContextFullError as error:
             raise ContextFullError(f"{where}{error}") from None
         except InvalidInputError as error:
             raise InvalidInputError(f"{where}{error}") from None
     checked = CheckedRequest(body, worker, preset, single, wanted, tasks)
-    if checked.states_bytes > (limit := server.options.max_response_bytes):
+    if checked.states_bytes > (limit := app_state.options.max_response_bytes):
         raise ApiError(
             413,
             "invalid_request_error",
             "response_too_large",
-            f"the states would take {checked.states_bytes} bytes; this server gives {limit} at most in a "
-            "response: ask for fewer tokens or layers, or for float16",
+            f"the states would take {checked.states_bytes} bytes; this server allows {limit} per response: "
+            "request fewer tokens or layers, or float16",
         )
     return checked
 
 
-def _preset(server: Server, worker: ModelWorker, body: HiddenStatesRequest) -> Preset | None:
+def _preset(app_state: AppState, worker: ModelWorker, body: HiddenStatesRequest) -> Preset | None:
     if body.preset is None:
         if body.prompt is not None:
-            raise ApiError.invalid("prompt needs a preset; a text as it is goes into input")
+            raise ApiError.invalid("prompt needs a preset; put plain text into input")
         return None
     if body.prompt is None or body.input is not None:
-        raise ApiError.invalid("a preset takes a prompt, and no input: it applies the template itself")
+        raise ApiError.invalid("a preset takes a prompt, not an input: it applies the template itself")
     if body.layer is not None or body.layers is not None:
         raise ApiError.invalid("a preset chooses the layers; leave out layer and layers")
-    preset = server.preset(body.preset)
+    preset = app_state.preset(body.preset)
     preset.check(worker.model)
     return preset
 
 
-def _check_count(server: Server, given: str | Sequence[object] | None) -> None:
+def _check_count(app_state: AppState, given: str | Sequence[object] | None) -> None:
     if not isinstance(given, list) or (given and isinstance(given[0], int)):
         return
-    if len(given) > (most := server.options.max_inputs):
+    if len(given) > (most := app_state.options.max_inputs):
         raise ApiError.invalid(
-            f"{len(given)} inputs; this server takes {most} in a request", "too_many_inputs"
+            f"{len(given)} inputs; this server allows {most} in a request", "too_many_inputs"
         )
     if not given:
-        raise ApiError.invalid("there is nothing in the list of prompts")
+        raise ApiError.invalid("the list of prompts is empty")
 
 
 def _texts(worker: ModelWorker, body: HiddenStatesRequest, preset: Preset) -> _Prompt | list[_Prompt]:
@@ -161,34 +161,35 @@ def _layers(worker: ModelWorker, body: HiddenStatesRequest, preset: Preset | Non
     given = body.layers if body.layers is not None else [DEFAULT_LAYER if body.layer is None else body.layer]
     if len(given) > (most := 2 * (model.n_layer + 1)):
         raise ApiError.invalid(
-            f"{len(given)} layers; {worker.name} has {model.n_layer + 1}, and a request may name {most}"
+            f"{len(given)} layers; {worker.name} has {model.n_layer + 1}, and a request may name at most "
+            f"{most}"
         )
     return layer_ids.normalize(layer_ids.translate_for(model, given, source="transformers"), model.n_layer)
 
 
-def _max_length(server: Server, body: HiddenStatesRequest, preset: Preset | None) -> int:
-    most = server.options.max_length
+def _max_length(app_state: AppState, body: HiddenStatesRequest, preset: Preset | None) -> int:
+    most = app_state.options.max_length
     # The length of a preset is part of it; a preset without one takes the whole text.
     default = min(_DEFAULT_MAX_LENGTH, most) if preset is None else preset.max_length or most
     max_length = body.max_length or default
     if max_length > most:
-        raise ApiError.invalid(f"max_length is {max_length}; this server takes {most} at most")
+        raise ApiError.invalid(f"max_length is {max_length}; this server takes at most {most}")
     if preset is not None and preset.max_length is not None and max_length > preset.max_length:
         raise ApiError.invalid(
-            f"max_length is {max_length}; preset {preset.name} takes {preset.max_length} at most"
+            f"max_length is {max_length}; preset {preset.name} takes at most {preset.max_length}"
         )
     return max_length
 
 
 def _task(
-    server: Server,
+    app_state: AppState,
     worker: ModelWorker,
     preset: Preset | None,
     wanted: WantedStates,
     prompt: _Prompt,
     max_length: int,
 ) -> ExtractionTask:
-    whole = server.checked_prompt(worker.model, prompt)
+    whole = app_state.checked_prompt(worker.model, prompt)
     tokens = cut_tokens(worker.model, prompt, whole.tokens, max_length)
     if len(tokens) > (limit := worker.limits.prompt) > 0:
         raise ContextFullError(

@@ -1,4 +1,4 @@
-"""The answer to a request for hidden states: JSON, or a safetensors file."""
+"""The response to a request for hidden states: JSON, or a safetensors file."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = ["make_response"]
 
 
 def make_response(request: CheckedRequest, found: Sequence[States]) -> Response:
-    """The answer with the states of each prompt. Long work: run it off the event loop.
+    """The response with the states of each prompt. Long work: run it off the event loop.
 
-    :raises ApiError: 422, states hold NaN or infinity.
+    :raises ApiError: 422, states contain NaN or infinity.
     """
     for states in found:
         _check_finite(states)
     fields = _shared_fields(request, found[0])
-    # One layer has no axis of its own.
+    # A single layer has no layer axis.
     arrays = [states.array[..., 0, :] if _is_flat(request) else states.array for states in found]
     if request.body.encoding_format == "safetensors":
         return _file(request, found, arrays, fields)
@@ -39,12 +39,12 @@ def make_response(request: CheckedRequest, found: Sequence[States]) -> Response:
 
 def _check_finite(states: States) -> None:
     if layers := states.nonfinite_layers():
-        advice = "float16 ends at 65504" if states.array.dtype == np.float16 else "the file is broken"
+        advice = "float16 overflows above 65504" if states.array.dtype == np.float16 else "the file is broken"
         raise ApiError(
             422,
             "model_error",
             "not_finite",
-            f"the states of layers {layers} (as llamatap counts) hold NaN or infinity: {advice}",
+            f"the states of layers {layers} (llamatap layer ids) contain NaN or infinity: {advice}",
         )
 
 
@@ -72,9 +72,9 @@ def _shared_fields(request: CheckedRequest, states: States) -> dict[str, Any]:
 
 
 def _layer_numbers(request: CheckedRequest) -> Sequence[int | None]:
-    """The layers as transformers counts them; numbers of the request as it gave them.
+    """Layer ids in transformers' numbering; ids from the request unchanged.
 
-    None stands for a layer of a preset that transformers has no number for, such as H_n of Llama.
+    None stands for a layer of a preset that transformers has no id for, such as H_n of Llama.
     """
     body = request.body
     if body.layers is not None:
@@ -101,7 +101,7 @@ def _json(
     for i, (states, array) in enumerate(zip(found, arrays, strict=True)):
         data.append(({} if request.single else {"index": i}) | _entry(request, states, array))
         fragments.append((data[-1], "hidden_states", encode(array)))
-    # The entry of a single input is the answer.
+    # For a single input, its entry is the whole body.
     content = data[0] if request.single else {"data": data}
     content |= fields
     return PiecewiseResponse(json_pieces(content, fragments), "application/json")
@@ -119,7 +119,7 @@ def _entry(request: CheckedRequest, states: States, array: NDArray[Any]) -> dict
         ids = states.tokens.tolist()
         entry["token_ids"] = ids
         model = request.worker.model
-        # A file without a tokenizer has no texts of its tokens.
+        # Without a tokenizer, tokens have no text.
         with contextlib.suppress(UnsupportedError):
             entry["tokens"] = [model.token_bytes(token).decode(errors="replace") for token in ids]
     return entry

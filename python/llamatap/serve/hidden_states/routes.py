@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from llamatap.serve.app_state import server_of
+from llamatap.serve.app_state import app_state_of
 from llamatap.serve.disconnect import unless_gone
 from llamatap.serve.errors import ErrorResponse
 from llamatap.serve.hidden_states.checked_request import check_request
@@ -30,13 +30,13 @@ router = APIRouter()
 )
 async def hidden_states(request: Request, body: HiddenStatesRequest) -> Response:
     """The hidden states of prompts."""
-    server = server_of(request)
-    worker = server.worker(body.model)
+    app_state = app_state_of(request)
+    worker = app_state.worker(body.model)
 
     async def answer() -> Response:
-        checked = await server.threads.run(lambda: check_request(server, worker, body))
-        await server.budget.take(request, checked.n_bytes)
+        checked = await app_state.threads.run(lambda: check_request(app_state, worker, body))
+        await app_state.budget.take(request, checked.n_bytes)
         found = await worker.extract(checked.tasks)
-        return await server.encoders.run(lambda: make_response(checked, found))
+        return await app_state.encoders.run(lambda: make_response(checked, found))
 
     return await unless_gone(request, answer())

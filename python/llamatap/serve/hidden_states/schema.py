@@ -1,4 +1,4 @@
-"""Bodies of ``POST /v1/hidden_states``: the request and its answers in JSON.
+"""Request and response bodies of ``POST /v1/hidden_states``.
 
 The first form of the endpoint is from heylookitsanllm's specification, for image models whose text encoder is
 a language model: https://github.com/fblissjr/heylookitsanllm
@@ -18,7 +18,7 @@ __all__ = ["HiddenStatesListResponse", "HiddenStatesRequest", "HiddenStatesRespo
 
 
 class HiddenStatesRequest(Body):
-    """Prompts, and the states wanted of them."""
+    """Prompts, and which of their states to return."""
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"input": "The capital of France is", "model": "NAME", "layer": -2}]}
@@ -31,29 +31,29 @@ class HiddenStatesRequest(Body):
         "a text are recognised",
     )
     prompt: str | Texts | None = Field(
-        None, description="in place of input, with preset: what a person would type"
+        None, description="used instead of input with a preset: the raw user prompt"
     )
     preset: str | None = Field(
         None, description="applies an image model's template to the prompt, and chooses its layer and rows"
     )
     layer: int | None = Field(
         None,
-        description="as transformers counts the hidden_states of the model's architecture: k enters block k, "
-        "n (or -1) is the last, normed (of Mamba, Mamba 2 and RWKV-6, k leaves block k); default -2",
+        description="index into transformers' hidden_states of the model's architecture: k enters block k, n "
+        "(or -1) is the last, normed (for Mamba, Mamba 2 and RWKV-6, k leaves block k); default -2",
     )
     layers: Annotated[list[int], Field(fail_fast=True, max_length=4096)] | None = Field(
-        None, description="several: the result is [seq_len, n_layers, hidden_dim]"
+        None, description="several layers; the result is [seq_len, n_layers, hidden_dim]"
     )
     max_length: int | None = Field(None, ge=1, description="longer prompts are cut on the right; default 512")
-    pooling: Pooling | None = Field(None, description="one vector over the tokens in place of one a token")
+    pooling: Pooling | None = Field(None, description="one vector per prompt instead of one per token")
     dtype: Dtype | None = Field(None, description="default float32")
     encoding_format: Encoding = Field(
         "float",
         description="nested lists; base64 of the row-major bytes; or a safetensors file as the body",
     )
-    return_attention_mask: bool = Field(False, description="ones, for all rows are of real tokens")
-    return_tokens: bool = Field(False, description="the ids and texts of the rows' tokens, too")
-    user: str | None = Field(None, description="changes nothing")
+    return_attention_mask: bool = Field(False, description="an all-ones mask: there is no padding")
+    return_tokens: bool = Field(False, description="also the ids and texts of the tokens")
+    user: str | None = Field(None, description="accepted and ignored")
 
 
 class HiddenStates(BaseModel):

@@ -1,1 +1,1 @@
-"""HTTP around the app: the server process, its connections, and checks of requests before they are parsed."""
+"""HTTP around the app: the server process, its connections, and request checks before parsing."""

@@ -1,4 +1,4 @@
-"""Checks of requests before they are parsed: API key, host, type and size of the body."""
+"""Request checks before parsing: API key, host, type and size of the body."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from llamatap.serve.errors import ApiError, error_response
 
 __all__ = ["ApiKey", "BodyLimit", "Cors", "HostCheck", "JsonOnly", "OneLength", "is_loopback"]
 
-#: Paths that need no key and tell nothing about the models: for load balancers, and for browsers, whose page
-#: asks for the key.
+#: Paths that need no key because they reveal nothing about the models: for load balancers, and for browsers,
+#: whose page asks for the key.
 _OPEN = frozenset(("/", "/health"))
 
 
 class ApiKey:
-    """Middleware: 401 unless ``Authorization: Bearer`` brings the key, which is compared in constant time."""
+    """Middleware: 401 unless ``Authorization: Bearer`` has the key, which is compared in constant time."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self.app = app
@@ -36,7 +36,7 @@ class ApiKey:
                     401,
                     "authentication_error",
                     "invalid_api_key",
-                    "this server has an API key; send it as 'Authorization: Bearer KEY'",
+                    "this server needs an API key; send it as 'Authorization: Bearer KEY'",
                 )
                 await error_response(error)(scope, receive, send)
                 return
@@ -44,7 +44,7 @@ class ApiKey:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address is this machine's own, and reached from nowhere else."""
+    """Whether a name or address is this machine's own, reachable only from itself."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -55,7 +55,7 @@ class Cors(CORSMiddleware):
     """Middleware: starlette's CORS, with refusals in the form of all other errors."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """The answer to a preflight: whether a page may send a request."""
+        """The response to a preflight: whether a page may send a request."""
         found = super().preflight_response(request_headers)
         if found.status_code == 200:
             return found
@@ -88,8 +88,8 @@ class HostCheck:
                     403,
                     "invalid_request_error",
                     "host_not_allowed",
-                    f"the request is for the host {host[:100]!r}; a server without a key answers for "
-                    "localhost alone: start it with --api-key, or with --insecure if that is meant",
+                    f"the request is for the host {host[:100]!r}; a server without a key answers only for "
+                    "localhost: start it with --api-key, or with --insecure to allow other hosts",
                 )
                 await error_response(error)(scope, receive, send)
                 return
@@ -112,7 +112,7 @@ class JsonOnly:
                     400,
                     "invalid_request_error",
                     "unsupported_media_type",
-                    f"a body is sent with 'Content-Type: application/json'; found {found}",
+                    f"a body needs 'Content-Type: application/json'; found {found}",
                 )
                 response = error_response(error)
                 # The body was not read.
@@ -134,24 +134,24 @@ class OneLength:
             headers = dict(scope["headers"])
             if b"content-length" in headers and b"transfer-encoding" in headers:
                 error = ApiError.invalid(
-                    "a request has Content-Length or Transfer-Encoding, not both", "invalid_http"
+                    "a request must have Content-Length or Transfer-Encoding, not both", "invalid_http"
                 )
                 response = error_response(error)
-                # What follows could be read as another request.
+                # The rest could be read as another request.
                 response.headers["Connection"] = "close"
                 await response(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
 
-# The most brackets (of lists and objects) and commas (between entries) of a body, which is parsed on the
-# event loop. Program code in a text has fewer brackets than this.
+# Maximum number of brackets (of lists and objects) and commas (between entries) in a body, which is parsed on
+# the event loop. Program code in a text has fewer brackets than this.
 _MOST_BRACKETS = 2**18
 _MOST_COMMAS = 2**20
 
 
 class BodyLimit:
-    """Middleware: 413 for bodies beyond a limit, of known length or in chunks, and for bodies of so many
+    """Middleware: 413 for bodies beyond a limit, of known length or in chunks, and for bodies with so many
     elements that parsing takes long."""
 
     def __init__(self, app: ASGIApp, limit: int) -> None:

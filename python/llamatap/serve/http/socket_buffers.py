@@ -11,12 +11,12 @@ __all__ = ["undelivered", "unread"]
 
 
 def unread(connection: socket.socket) -> int:
-    """Received bytes that were not read yet; 0 where the kernel does not tell."""
+    """Received bytes that were not read yet; 0 if the kernel does not report them."""
     return _count(connection, termios.FIONREAD)
 
 
 def undelivered(connection: socket.socket) -> int:
-    """Sent bytes that the peer has not taken yet; 0 where the kernel does not tell."""
+    """Sent bytes that the peer has not received yet; 0 if the kernel does not report them."""
     return _count(connection, termios.TIOCOUTQ)
 
 

@@ -1,4 +1,4 @@
-"""Admission to a model's queue: how many prompts may wait, and when others should try again."""
+"""Admission to a model's queue: the limit of waiting prompts, and when further requests should try again."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ __all__ = ["Admission"]
 class Admission:
     """Limit of a model's queue.
 
-    :param name: of the model.
-    :param max_queue: the most prompts that may wait.
+    :param name: name of the model.
+    :param max_queue: maximum number of waiting prompts.
     """
 
     def __init__(self, name: str, max_queue: int) -> None:
         self.name = name
         self.max_queue = max_queue
-        #: Seconds a prompt took lately, as a moving average; and seconds since a prompt was last finished.
+        #: Moving average of the seconds per prompt; and seconds since a prompt was last finished.
         self._seconds_each = 0.1
         self._seconds_since = 0.0
 
     def check(self, n: int, waiting: int) -> None:
         """Check that ``n`` more prompts may wait.
 
-        :param waiting: prompts that wait already.
-        :raises ApiError: 429 with ``Retry-After``, or 400 where no wait would help.
+        :param waiting: prompts that are already waiting.
+        :raises ApiError: 429 with ``Retry-After``, or 400 if waiting would not help.
         """
         if n > self.max_queue:
             raise ApiError.invalid(
-                f"{n} prompts in a request; {self.name} takes {self.max_queue} at most", "too_many_inputs"
+                f"{n} prompts in a request; {self.name} takes at most {self.max_queue}", "too_many_inputs"
             )
         if waiting + n > self.max_queue:
             seconds = min(max(math.ceil(waiting * self._seconds_each), 1), 60)
             raise ApiError.queue_full(
-                f"{waiting} prompts are waiting for {self.name}, of {self.max_queue} at most; try again in "
+                f"{waiting} prompts are waiting for {self.name}, the limit is {self.max_queue}; try again in "
                 f"{seconds} s",
                 retry_after=seconds,
             )

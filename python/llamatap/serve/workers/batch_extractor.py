@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from llamatap.context import ContextOptions
+from llamatap.context_options import ContextOptions
 from llamatap.errors import CancelledError, EngineError
 from llamatap.extraction.extractor import Extractor
 from llamatap.model import Model
@@ -23,8 +23,8 @@ class BatchExtractor:
 
     Any thread may :meth:`add`; the worker's thread does the rest.
 
-    :param name: of the model in the metrics.
-    :param options: of the extraction context.
+    :param name: name of the model in the metrics.
+    :param options: options of the extraction context.
     """
 
     def __init__(self, name: str, model: Model, options: ContextOptions, metrics: Metrics) -> None:
@@ -60,7 +60,7 @@ class BatchExtractor:
             for task in tasks:
                 task.result.set_exception(error)
         except Exception:
-            # One of them fails; the others need not.
+            # One of them fails; the others may succeed.
             for task in tasks:
                 self._extract_alone(task)
         else:
@@ -69,7 +69,7 @@ class BatchExtractor:
         return len(tasks)
 
     def fail_all(self, error: Exception) -> None:
-        """Empty the queue: every prompt in it fails with the error."""
+        """Empty the queue and fail every prompt in it with the error."""
         with self._lock:
             tasks, self.queue = self.queue, deque()
         for task in tasks:

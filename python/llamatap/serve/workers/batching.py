@@ -11,11 +11,11 @@ from llamatap.serve.workers.tasks import ExtractionTask, WantedStates
 __all__ = ["MOST_TOKENS", "take_batch"]
 
 # Limits of a batch: one forward pass, so that generation gets its rounds and an abandoned prompt costs no
-# more than that. A longer prompt has a batch of its own.
+# more than that. A longer prompt gets its own batch.
 MOST_TOKENS = 512
 _MOST_PROMPTS = 64
 
-# Layers that a batch may compute for other prompts, beyond those that a prompt asked for.
+# Layers that a batch may compute for other prompts, beyond a prompt's own.
 _MOST_FOREIGN_LAYERS = 4
 
 
@@ -24,7 +24,7 @@ def take_batch(
 ) -> tuple[list[ExtractionTask], deque[ExtractionTask]]:
     """Choose the next batch: the prompt that has waited longest, and others that can share its pass.
 
-    They share its deepest layer (so that no prompt costs more layers than it asks for), dtype and pooling.
+    They share its deepest layer (so that no prompt costs more layers than it requests), dtype and pooling.
     Cancelled prompts are dropped.
 
     :returns: the batch, and what stays in the queue.
@@ -38,7 +38,7 @@ def take_batch(
             continue
         union = layers.union(task.wanted.layers)
         if batch:
-            # Where the layers stay the same, the others of the batch pay no more than before.
+            # If the layers stay the same, the others in the batch cost no more than before.
             affected = (task,) if union == layers else (*batch, task)
             if (
                 not _same_pass(task.wanted, batch[0].wanted)

@@ -1,9 +1,10 @@
-"""Contexts of a served model: tried at the start, made for texts."""
+"""Contexts of a served model: tried at startup, created for texts."""
 
 from __future__ import annotations
 
 from llamatap._native import native_of
-from llamatap.context import Context, ContextOptions
+from llamatap.context import Context
+from llamatap.context_options import ContextOptions
 from llamatap.drafting.model_drafters import DraftOptions, named_drafter
 from llamatap.generation.session import Session
 from llamatap.model import Model
@@ -13,14 +14,15 @@ __all__ = ["new_session", "try_contexts"]
 
 
 def try_contexts(model: Model, options: ModelOptions, n_ctx: int) -> Session | None:
-    """Make the contexts once, so that options, a drafter or memory that cannot serve refuse the start.
+    """Create the contexts once, so that unusable options, an unusable drafter or too little memory fail at
+    startup.
 
     :param n_ctx: tokens of all texts together.
-    :returns: with a drafter, the session; without one its context is freed again, for many servers only
+    :returns: with a drafter, the session; without one its context is freed again, because many servers only
         extract states.
-    :raises Error: one of them cannot be made.
+    :raises Error: one of them cannot be created.
     """
-    # A drafter file has no context of its own.
+    # A drafter file cannot have its own context, so this refuses one.
     small: ContextOptions = {**options.context, "n_ctx": 256, "n_batch": 1, "n_ubatch": 1}
     with Context(model, **small) as context:
         generates = native_of(context).has_memory and native_of(context).causal
@@ -32,7 +34,7 @@ def try_contexts(model: Model, options: ModelOptions, n_ctx: int) -> Session | N
 
 
 def new_session(model: Model, options: ModelOptions, n_ctx: int) -> Session:
-    """A session for the texts of a model, with its drafter.
+    """Create a session for the texts of a model, with its drafter.
 
     :param n_ctx: tokens of all texts together.
     """

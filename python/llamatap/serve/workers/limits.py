@@ -9,12 +9,12 @@ __all__ = ["LengthLimits"]
 
 
 class LengthLimits:
-    """The most tokens of prompts and texts.
+    """Maximum numbers of tokens of prompts and texts.
 
-    :ivar prompt: of a prompt whose states are extracted; 0 where there is no limit.
-    :ivar n_ctx: of all texts together: the size of their context, which the engine makes a multiple of 256.
-    :ivar text: of one text, its prompt included: what fits, and what the model was trained with.
-    :ivar text_share: of one text when all others take as many.
+    :ivar prompt: for a prompt whose states are extracted; 0 for no limit.
+    :ivar n_ctx: for all texts together: the size of their context, which the engine makes a multiple of 256.
+    :ivar text: for one text with its prompt, limited by the context and the trained length.
+    :ivar text_share: for one text if all texts take equally many.
     """
 
     def __init__(self, model: Model, options: ModelOptions) -> None:

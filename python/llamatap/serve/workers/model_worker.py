@@ -19,9 +19,9 @@ from llamatap.extraction.inputs import CheckedPrompt
 from llamatap.generation.api import GenerateOptions
 from llamatap.generation.results import Event
 from llamatap.model import Model
+from llamatap.serve.drain_deadline import DrainDeadline, shutting_down
 from llamatap.serve.metrics import Metrics
 from llamatap.serve.options import ModelOptions
-from llamatap.serve.shutdown import Ending, shutting_down
 from llamatap.serve.workers.admission import Admission
 from llamatap.serve.workers.batch_extractor import BatchExtractor
 from llamatap.serve.workers.contexts import new_session, try_contexts
@@ -39,16 +39,18 @@ class ModelWorker:
     """A model, its contexts, and the thread that computes with them.
 
     :param options: the model to load.
-    :param max_queue: the most prompts that may wait.
-    :param ending: when in-flight texts must end.
+    :param max_queue: maximum number of waiting prompts.
+    :param drain_deadline: the deadline of in-flight texts when the server stops.
     :raises Error: the model or its drafter cannot be loaded, or nothing can be computed with it.
     """
 
-    def __init__(self, options: ModelOptions, max_queue: int, metrics: Metrics, ending: Ending) -> None:
+    def __init__(
+        self, options: ModelOptions, max_queue: int, metrics: Metrics, drain_deadline: DrainDeadline
+    ) -> None:
         self.options = options
         self.name = options.name
         self.created = int(time.time())
-        self.ending = ending
+        self.drain_deadline = drain_deadline
         self.model = Model(
             options.path,
             n_gpu_layers=options.n_gpu_layers,
@@ -106,7 +108,8 @@ class ModelWorker:
         drafter = "" if options.drafter is None else f"; drafter {options.drafter}"
         return (
             f"{self.name}: {model.arch}, {model.file_type}; {states}; {options.parallel} texts at once, of "
-            f"{self.limits.text} tokens at most{drafter}"
+            f"at "
+            f"most {self.limits.text} tokens{drafter}"
         )
 
     # Called from the event loop.
@@ -114,11 +117,10 @@ class ModelWorker:
     async def extract(self, tasks: Sequence[ExtractionTask]) -> list[States]:
         """The states of prompts.
 
-        When cancelled, prompts still in the queue are not computed, and a batch that nobody else waits for
-        ends early.
+        If cancelled, queued prompts are not computed, and a batch that no other request waits for ends early.
 
-        :raises ApiError: too many prompts wait, or the server is shutting down.
-        :raises Error: as of :func:`llamatap.extract`.
+        :raises ApiError: too many prompts are waiting, or the server is shutting down.
+        :raises Error: as in :func:`llamatap.extract`.
         """
         self._queue(len(tasks), lambda: self.extractor.add(tasks))
         futures = [asyncio.wrap_future(task.result) for task in tasks]
@@ -139,15 +141,15 @@ class ModelWorker:
 
         :param texts: prompts and options.
         :param streamed: whether a client reads the events as they come. If not, a text that fails in a round
-            with others starts over, and its events with it.
-        :raises ApiError: too many prompts wait, or the server is shutting down.
-        :raises Error: as of :func:`llamatap.generate`.
+            with others is restarted, and its events with it.
+        :raises ApiError: too many prompts are waiting, or the server is shutting down.
+        :raises Error: as in :func:`llamatap.generate`.
         """
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[tuple[int, Event | BaseException]] = asyncio.Queue()
 
         def deliver(number: int, what: Event | BaseException) -> None:
-            # The event loop is gone where a server was ended by force.
+            # The event loop is gone if the server was killed by a third signal.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(queue.put_nowait, (number, what))
 
@@ -164,7 +166,7 @@ class ModelWorker:
             queue.put_nowait((0, shutting_down("the server stopped before the text was finished")))
 
         try:
-            with self.ending.telling(end):
+            with self.drain_deadline.calling(end):
                 while left:
                     number, what = await queue.get()
                     if isinstance(what, BaseException):
@@ -178,7 +180,7 @@ class ModelWorker:
     def _queue(self, n: int, add: Callable[[], None]) -> None:
         """Queue ``n`` prompts, and wake the thread.
 
-        :raises ApiError: too many prompts wait, or the server is shutting down.
+        :raises ApiError: too many prompts are waiting, or the server is shutting down.
         """
         with self._changed:
             if not self.works:
@@ -199,7 +201,8 @@ class ModelWorker:
             try:
                 self._turn()
             except Exception as error:
-                # Nobody must wait forever, whatever it is; and the next requests find the thread working.
+                # No request may wait forever, whatever the error; and the thread must survive for the next
+                # ones.
                 _logger.exception("the thread of %s failed", self.name)
                 self.extractor.fail_all(error)
                 self.generator.fail_all(error)

@@ -22,11 +22,11 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 
 @dataclass(frozen=True)
 class WantedStates:
-    """The states that a request asks for of each of its prompts.
+    """The requested states of each prompt of a request.
 
     :ivar layers: normalised ids of llamatap.
     :ivar deepest: the slot of the deepest layer; nothing after it is computed.
-    :ivar window: wanted positions, as of :func:`llamatap.extract`.
+    :ivar window: requested positions, as in :func:`llamatap.extract`.
     """
 
     layers: tuple[LayerId, ...]
@@ -43,7 +43,7 @@ class ExtractionTask:
     prompt: CheckedPrompt
     wanted: WantedStates
     result: Future[States] = field(default_factory=Future)
-    #: Set once nobody waits for the result, also while it is being computed.
+    #: Set once no request waits for the result, also while it is being computed.
     abandoned: threading.Event = field(default_factory=threading.Event)
 
 
@@ -54,22 +54,22 @@ class GenerationTask:
     prompt: CheckedPrompt
     options: GenerateOptions
     deliver: Callable[[Event | BaseException], None]
-    #: Set once nobody waits for its events.
+    #: Set once no request waits for its events.
     abandoned: threading.Event = field(default_factory=threading.Event)
-    #: Whether its events are sent as they come, so that it cannot start over once one was sent.
+    #: Whether its events are sent as they come, so that it cannot restart once one was sent.
     streamed: bool = False
     #: Whether an event was delivered since it was admitted.
     begun: bool = False
-    #: Failed rounds in which it was in flight with others.
+    #: Number of failed rounds that it shared with other texts.
     failures: int = 0
 
     @property
     def restartable(self) -> bool:
-        """Whether it can start over: no client has read any of its events."""
+        """Whether it can restart: no client has read any of its events."""
         return not (self.streamed and self.begun)
 
     @property
     def on_trial(self) -> bool:
-        """Whether it is suspected of making others fail: after one failure until its first event, after two
-        until its end."""
+        """Whether it may be the cause of failures: after one failure until its first event, after two until
+        its end."""
         return self.failures > 1 or (self.failures == 1 and not self.begun)

@@ -23,11 +23,11 @@ _logger = logging.getLogger("llamatap.serve")
 
 
 class TextGenerator:
-    """Generates queued texts in one session, which is made for the first text and after a failure.
+    """Generates queued texts in one session, which is created for the first text and after a failure.
 
     Any thread may :meth:`add`; the worker's thread does the rest.
 
-    :param name: of the model in messages and metrics.
+    :param name: name of the model in messages and metrics.
     :param new_session: makes a session.
     :param session: the first session, if there is one already.
     """
@@ -41,7 +41,7 @@ class TextGenerator:
         self._new_session = new_session
         self._lock = threading.Lock()
         self._queue: deque[GenerationTask] = deque()
-        #: Texts of failed rounds, which start over before those of the queue start.
+        #: Texts of failed rounds, which restart before those in the queue start.
         self._restarted: deque[GenerationTask] = deque()
         #: By the session's numbers.
         self._in_flight: dict[int, GenerationTask] = {}
@@ -61,8 +61,8 @@ class TextGenerator:
         :returns: the number of texts that ended.
         """
         while (queue := self._restarted or self._queue) and may_enter(queue[0], self._in_flight.values()):
-            # It stays in the queue until it is admitted, and so is always counted: a context may have to be
-            # made first.
+            # It stays in the queue, and is counted, until it is admitted: a context may have to be created
+            # first.
             self._admit(queue[0])
             queue.popleft()
         if not self._in_flight or self.session is None:
@@ -84,7 +84,7 @@ class TextGenerator:
         return ended
 
     def fail_all(self, error: Exception) -> None:
-        """Drop all texts, queued and in flight: each fails with the error. The session is closed."""
+        """Fail all texts, queued and in flight, with the error, and close the session."""
         with self._lock:
             tasks = [*self._in_flight.values(), *self._restarted, *self._queue]
             self._in_flight.clear()
@@ -126,9 +126,9 @@ class TextGenerator:
         return []
 
     def _recover(self, failed: Sequence[GenerationTask], error: Exception) -> None:
-        """Let texts of a failed round start over, or tell them that they failed."""
+        """Restart or fail the texts of a failed round."""
         failure: Exception = error
-        # NaN or infinity is the model's fault. Anything else is the server's, and never the request's.
+        # NaN or infinity is the model's fault. Any other error is the server's, never the request's.
         if not isinstance(error, NotFiniteError):
             message = f"generation failed: {error}"
             failure = ApiError(500, "internal_error", "generation_failed", message)
@@ -139,7 +139,7 @@ class TextGenerator:
                 task.deliver(failure)
 
     def _drop_session(self, session: Session) -> None:
-        """Close a session whose context is unusable after a failure; texts still in it wait for another."""
+        """Close a session whose context is unusable after a failure; its texts are queued for a new one."""
         with suppress(Exception):
             session.close()
         self.session = None

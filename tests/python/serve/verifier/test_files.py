@@ -175,7 +175,10 @@ def test_states_beyond_the_files_dtype(tmp_path: Path, folder: Path) -> None:
 @pytest.mark.parametrize("layers", [(1, 9), ("norm",), (-1,)])
 def test_layers_that_vllm_would_not_know(tiny_path: Path, folder: Path, layers: tuple[Any, ...]) -> None:
     options = ServerOptions(verifier=VerifierOptions(folder=folder, layers=layers))
-    with pytest.raises(lt.InvalidInputError, match=r"the verifier's layers .*vLLM's: .*(0\.\.4|range\(5\))"):
+    with pytest.raises(
+        lt.InvalidInputError,
+        match=r"the verifier's layers must be ids as vLLM counts them: .*(0\.\.4|range\(5\))",
+    ):
         create_app([tiny_options(tiny_path)], options)
 
 

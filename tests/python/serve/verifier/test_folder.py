@@ -29,7 +29,7 @@ from llamatap.serve import VerifierOptions, create_app
 from llamatap.serve.errors import ApiError
 from llamatap.serve.verifier import VerifierFiles
 from llamatap.serve.workers.model_worker import ModelWorker
-from llamatap.states import write_tensors
+from llamatap.storage.tensor_files import write_tensors
 
 BODY = {"model": "tiny", "prompt": TOKENS, "return_token_ids": True, "max_tokens": 1}
 NAME = f"hs-{'0123456789abcdef' * 2}.safetensors"
@@ -284,7 +284,7 @@ def test_promised_bytes_count_on_a_disk(folder: Path, monkeypatch: pytest.Monkey
         assert begun.wait(20)
         with monkeypatch.context() as patched:
             patched.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=2 * size - 1, f_frsize=1))
-            with pytest.raises(ApiError, match=f"{size} are promised"):
+            with pytest.raises(ApiError, match=f"{size} are reserved"):
                 found.check_room(100, 64)
             patched.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=2 * size, f_frsize=1))
             found.check_room(100, 64)

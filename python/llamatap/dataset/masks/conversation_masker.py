@@ -1,4 +1,4 @@
-"""Conversations to token ids with a loss mask over the assistant's turns."""
+"""ConversationMasker: conversations to token ids with a loss mask over the assistant's turns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llamatap.chat import template as chat_templates
 from llamatap.chat.unparsed_tokens import warning_text
 from llamatap.dataset.masks.assistant_turns import Render, assistant_turns
 from llamatap.dataset.masks.empty_thoughts import ThoughtFrame, find_frames, without_empty_thought
-from llamatap.dataset.masks.loss_mask import TurnMasker
+from llamatap.dataset.masks.turn_masker import TurnMasker
 from llamatap.dataset.messages import join_parts
 from llamatap.errors import InvalidInputError, UnsupportedError
 from llamatap.model import Model
@@ -59,10 +59,10 @@ class ConversationMasker:
         render = self._render(tools)
         text = render(messages)
         if not text:
-            raise InvalidInputError("the chat template makes an empty text of the messages")
+            raise InvalidInputError("the chat template renders the messages as an empty text")
         self._check_parsed(text, messages)
         if any(isinstance(one.get("content"), list) and str(one["content"]) in text for one in messages):
-            # The template does not know parts of a content, and writes the list as Python prints it.
+            # The template does not support content in parts, and writes the list as Python prints it.
             messages = [join_parts(index, message) for index, message in enumerate(messages)]
             text = render(messages)
         turns = assistant_turns(render, messages, text)
@@ -82,7 +82,7 @@ class ConversationMasker:
         """
         tokens = self._model.unparsed_tokens(self._template)
         if tokens:
-            # A message may quote such a token: only what the template adds counts.
+            # A message may quote such a token: only tokens that the template adds count.
             said = json.dumps(messages, ensure_ascii=False, skipkeys=True, default=str)
             written = {name: token for name, token in tokens.items() if text.count(name) > said.count(name)}
             if written:

@@ -1,4 +1,4 @@
-"""The HTTP server around the app: startup, signals, shutdown."""
+"""Life of the HTTP server around the app: startup, signals (SIGTERM, Ctrl-C), shutdown."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from llamatap.serve.app_state import Server
-from llamatap.serve.http.connection import HttpConfig
-from llamatap.serve.http.connection_options import ConnectionOptions
+from llamatap.serve.app_state import AppState
+from llamatap.serve.http.http_protocol import HttpConfig
 from llamatap.serve.logs import logger
+from llamatap.serve.options import ConnectionOptions
 
 __all__ = ["HttpServer"]
 
-# For sending the answers that say that a request was not finished.
+# Time for sending the responses that a request was not finished.
 _GRACE_SECONDS = 5.0
 
 _NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -31,8 +31,8 @@ class HttpServer(uvicorn.Server):
     """Serves an app until SIGTERM or Ctrl-C.
 
     :param app: of :func:`llamatap.serve.create_app`.
-    :param drain: seconds that requests in flight have when the server stops; a second signal ends them at
-        once.
+    :param drain: seconds that requests in flight have to finish when the server stops; a second signal ends
+        them at once.
     :param more: options of :class:`uvicorn.Config`.
     """
 
@@ -40,12 +40,12 @@ class HttpServer(uvicorn.Server):
         self, app: FastAPI, options: ConnectionOptions | None = None, *, drain: float = 60.0, **more: Any
     ) -> None:
         config = HttpConfig(app, options or ConnectionOptions(), **more)
-        # By then all requests were told to end, and all connections closed.
+        # By then all requests have been ended and all connections closed.
         config.timeout_graceful_shutdown = math.ceil(drain + 2 * _GRACE_SECONDS)
         super().__init__(config)
         self.drain = drain
         self.connections = config.connections
-        self.app: Server = app.state.server
+        self.app_state: AppState = app.state.server
         self._hurry = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -61,8 +61,8 @@ class HttpServer(uvicorn.Server):
         logger.info("running on http://%s:%d (Ctrl-C ends it)", f"[{host}]" if ":" in host else host, port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal: the first stops the server, the second ends requests in flight, the third the
-        process."""
+        """Handle a signal: the first one stops the server, the second one ends requests in flight, the third
+        one ends the process."""
         if self.should_exit and not self._hurry.is_set() and self._loop is not None:
             self._captured_signals.append(sig)
             self._loop.call_soon_threadsafe(self._hurry.set)
@@ -92,9 +92,9 @@ class HttpServer(uvicorn.Server):
             await asyncio.wait_for(self._hurry.wait(), self.drain)
         if self.server_state.tasks:
             logger.warning("%d requests were not finished: they end with 503", len(self.server_state.tasks))
-        self.app.ending.begin()
+        self.app_state.drain_deadline.expire()
         await asyncio.sleep(_GRACE_SECONDS)
-        # A client that reads nothing cannot be told.
+        # A client that reads nothing gets no error.
         self.connections.abort()
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -106,7 +106,7 @@ class HttpServer(uvicorn.Server):
                 self._refused_at = time.monotonic()
                 dropped = self.connections.drop(self.connections.reserve)
                 logger.error(
-                    "no connection can be accepted: %s; dropped %d that waited", error.strerror, dropped
+                    "no connection can be accepted: %s; dropped %d waiting ones", error.strerror, dropped
                 )
         elif not (self.should_exit and "_start_serving" in str(context.get("handle"))):
             # Not the retry that finds the listener closed.

@@ -1,4 +1,4 @@
-"""Loss masks: from the assistant's turns in a text to the tokens that the loss is computed on."""
+"""TurnMasker: from the assistant's turns in a text to the tokens that the loss is computed on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TurnMasker:
         one, and nothing that the template writes after it.
 
         :raises InvalidInputError: the tokens are not the text's, byte for byte; or no token ends a turn whose
-            end cannot be told otherwise.
+            end is not known otherwise.
         """
         spans = self._aligner.align(text)
         chosen = np.zeros(len(spans.tokens), np.bool_)
@@ -74,7 +74,7 @@ class TurnMasker:
             raise InvalidInputError(
                 "no token ends an assistant's turn; give input_ids with a loss_mask instead"
             )
-        # Blanks between turns belong to none.
+        # Blanks between turns belong to no turn.
         last = spans.count_until(end)
         while last > first and not self._aligner.piece(int(spans.tokens[last - 1])).strip():
             last -= 1

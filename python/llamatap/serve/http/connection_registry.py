@@ -1,4 +1,4 @@
-"""The open connections of a server: their number, their time limits, and the order of closing them."""
+"""Registry of a server's open connections: their number, their time limits, and the order of closing them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 from typing import Literal, Protocol
 
 from llamatap.serve.errors import ApiError
-from llamatap.serve.http.connection_options import ConnectionOptions
 from llamatap.serve.logs import logger
+from llamatap.serve.options import ConnectionOptions
 
-__all__ = ["Connections", "OpenConnection", "Phase", "too_many_connections"]
+__all__ = ["ConnectionRegistry", "OpenConnection", "Phase", "too_many_connections"]
 
 # Connections beyond the limit, for quick answers while all others are busy.
 _RESERVE = 16
-# Connections that are being closed, and linger until their client has read why.
+# Closing connections, kept open until the client has read the reason.
 _MOST_LINGERING = 1024
 
 Phase = Literal["idle", "headers", "body", "busy", "closing"]
@@ -26,7 +26,7 @@ def too_many_connections(message: str = "the server has too many connections") -
 
 
 class OpenConnection(Protocol):
-    """One connection, as :class:`Connections` sees it.
+    """One connection, as :class:`ConnectionRegistry` sees it.
 
     :ivar since: when its phase began, on the event loop's clock.
     """
@@ -40,10 +40,10 @@ class OpenConnection(Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for its client to send something."""
+        """Whether the server is waiting for the client."""
 
     def evict(self) -> None:
-        """Close it, since there are too many."""
+        """Close it because there are too many."""
 
     def refuse(self, error: ApiError) -> None:
         """Close it; a request that has begun is answered with an error."""
@@ -52,10 +52,10 @@ class OpenConnection(Protocol):
         """Close it if it is beyond a time limit."""
 
 
-class Connections:
+class ConnectionRegistry:
     """The open connections of a server, all in one event loop.
 
-    :ivar most: ``max_connections``, or fewer where the process may not open so many files.
+    :ivar most: ``max_connections``, lowered to fit the file-descriptor limit.
     :ivar reserve: connections beyond ``most``, for quick answers.
     :ivar backlog: connections that the kernel may queue.
     """
@@ -78,19 +78,19 @@ class Connections:
             self.most_lingering = min(self.most_lingering, max(left // 2, 1))
         if self.most < options.max_connections:
             logger.warning(
-                "%d connections at most, not %d: this process may open %d more files (ulimit -n)",
+                "limited to %d connections instead of %d: this process may open %d more files (ulimit -n)",
                 self.most,
                 options.max_connections,
                 free,
             )
 
     def __len__(self) -> int:
-        """The number of open connections, without those that linger."""
+        """The number of open connections, lingering ones excluded."""
         return len(self._open)
 
     @property
     def full(self) -> bool:
-        """Whether there are more connections than the limit; none of them waits for its client then."""
+        """Whether the limit is exceeded; then every connection is busy."""
         return len(self._open) > self.most
 
     def waiting(self) -> list[OpenConnection]:
@@ -99,7 +99,7 @@ class Connections:
 
     def admit(self, new: OpenConnection) -> None:
         """Register a new connection. If there are too many, evict the one that has waited longest for its
-        client; if none waits and the reserve is used up, the new one."""
+        client; if none waits and the reserve is used up, evict the new one."""
         self._open.add(new)
         if len(self._open) <= self.most:
             return
@@ -120,7 +120,7 @@ class Connections:
             oldest.transport.abort()
 
     def drop(self, count: int) -> int:
-        """Close connections at once: those that linger, then those that have waited longest for their client.
+        """Close connections at once: lingering ones, then those that have waited longest for their client.
 
         :returns: the number of closed connections.
         """
@@ -154,8 +154,8 @@ class Connections:
         try:
             connection.check()
         except Exception as error:
-            # Connections read private state of uvicorn. The time limits of the others must hold all the same.
-            logger.error("a connection is closed, for its time limits cannot be checked: %r", error)
+            # check() reads uvicorn's private state and may fail; still check the others.
+            logger.error("closed a connection whose deadlines could not be checked: %r", error)
             connection.transport.abort()
             self.forget(connection)
 

@@ -1,7 +1,7 @@
-"""A connection with deadlines: uvicorn's protocol, extended.
+"""HTTP protocol of a connection: uvicorn's, extended by deadlines.
 
-uvicorn itself limits only idle connections (``timeout_keep_alive``). Its ``limit_concurrency`` refuses
-``/health`` too, and counts clients that send nothing.
+uvicorn itself limits only idle connections (``timeout_keep_alive``). Its ``limit_concurrency`` also refuses
+``/health``, and counts clients that send nothing.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from llamatap.serve.drain_deadline import shutting_down
 from llamatap.serve.errors import ApiError, error_response
-from llamatap.serve.http.connection_options import ConnectionOptions
-from llamatap.serve.http.connections import Connections, Phase, too_many_connections
+from llamatap.serve.http.connection_registry import ConnectionRegistry, Phase, too_many_connections
 from llamatap.serve.http.socket_buffers import undelivered, unread
 from llamatap.serve.logs import logger
-from llamatap.serve.shutdown import shutting_down
+from llamatap.serve.options import ConnectionOptions
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-__all__ = ["Connection", "HttpConfig"]
+__all__ = ["HttpConfig", "HttpProtocol"]
 
-# A client that is told why its connection is closed has this time to read it, and may send as much meanwhile.
+# After an error response, how long and how many bytes to keep reading before closing.
 _LINGER_SECONDS = 2.0
 _LINGER_BYTES = 2**20
-# The most bytes of headers that have not arrived whole.
+# Maximum size of incomplete headers, in bytes.
 _MOST_HEADER_BYTES = 2**14
 
 
-class Connection(H11Protocol):
+class HttpProtocol(H11Protocol):
     """A connection of HTTP/1.1 with deadlines.
 
     :ivar since: when its phase began, on the event loop's clock.
@@ -56,12 +56,12 @@ class Connection(H11Protocol):
         self.options = self.registry.options
         self.since = self.loop.time()
         self._phase: Phase = "headers"
-        # Bytes that the client has yet to take, and when it last took some.
+        # Unsent bytes, and when the client last read some.
         self._unsent = 0
         self._taken_at = self.since
-        # Whether it is closed after its next answer, since there are too many connections.
+        # Whether to close it after its next response, because there are too many connections.
         self._evicted = False
-        # Bytes that came after the last answer; None before it.
+        # Bytes received after the final response; None until then.
         self._late_bytes: int | None = None
         self._full_app: ASGIApp = self.app
 
@@ -89,7 +89,7 @@ class Connection(H11Protocol):
         self._update_phase()
 
     def send_400_response(self, msg: str) -> None:
-        error = ApiError(400, "invalid_request_error", "invalid_http", "this is no request of HTTP/1.1")
+        error = ApiError(400, "invalid_request_error", "invalid_http", "the request is not valid HTTP/1.1")
         # uvicorn calls this while it handles h11's exception.
         if getattr(sys.exc_info()[1], "error_status_hint", 400) == 431:
             said = f"the headers are larger than {_MOST_HEADER_BYTES} bytes"
@@ -97,11 +97,11 @@ class Connection(H11Protocol):
         self.refuse(error)
 
     def _should_upgrade(self) -> bool:
-        # No WebSockets. uvicorn would log an advice to install a library for them.
+        # No WebSockets. uvicorn would log advice to install a library for them.
         return False
 
     def shutdown(self) -> None:
-        """Stop with the server: refuse a request that has not arrived whole, finish one that is in flight."""
+        """Stop with the server: refuse a request that is incomplete, finish one that is in flight."""
         if self.waits and self._phase != "idle":
             self.refuse(shutting_down())
         elif self._phase != "closing":
@@ -121,13 +121,13 @@ class Connection(H11Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for its client to send something."""
+        """Whether the server is waiting for the client."""
         return self.phase in ("idle", "headers", "body")
 
     def refuse(self, error: ApiError) -> None:
         """Close the connection; a request that has begun is answered with an error."""
         if self.cycle is not None:
-            # From here on an answer of the app is too late.
+            # Ignore the app's responses from here on.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self._current_phase() == "closing":
@@ -165,8 +165,8 @@ class Connection(H11Protocol):
             self.loop.call_later(_LINGER_SECONDS, self.transport.abort)
 
     def evict(self) -> None:
-        """Close the connection, since there are too many. A request that has begun, or is on its way, is
-        answered first: ``GET`` as always, others with 503."""
+        """Close the connection because there are too many. A request that has begun, or is on its way, is
+        answered first: ``GET`` normally, others with 503."""
         silent = not self.conn.trailing_data[0] and self.phase in ("headers", "idle")
         fresh = self._phase == "headers" and self.loop.time() - self.since < _LINGER_SECONDS
         if silent and (fresh or unread(self.transport.get_extra_info("socket"))):
@@ -183,7 +183,7 @@ class Connection(H11Protocol):
             self.refuse(too_many_connections())
 
     def check(self) -> None:
-        """Close the connection if it is beyond a time limit."""
+        """Close the connection if it exceeded a deadline."""
         self._update_phase()
         waited = self.loop.time() - self.since
         late = None
@@ -198,7 +198,7 @@ class Connection(H11Protocol):
     def _check_sending(self) -> None:
         unsent = self.transport.get_write_buffer_size()
         if unsent:
-            # The kernel buffers megabytes, and takes more only once a third of them was delivered.
+            # The kernel buffers megabytes, and accepts more only once a third of them is delivered.
             unsent += undelivered(self.transport.get_extra_info("socket"))
         adding = self._phase == "busy" and not self.flow.write_paused
         if adding or unsent < self._unsent or unsent == 0:
@@ -216,7 +216,7 @@ class Connection(H11Protocol):
     def _current_phase(self) -> Phase:
         if self._late_bytes is not None or self.transport.is_closing():
             return "closing"
-        # Also after the response: a body that nobody reads holds the connection, too.
+        # A body still arriving after the response also counts.
         if self.conn.their_state is h11.SEND_BODY:
             return "body"
         if self.cycle is not None and not self.cycle.response_complete:
@@ -226,8 +226,8 @@ class Connection(H11Protocol):
         return "idle"
 
     async def _answer_briefly(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The app of connections beyond the limit: ``GET`` as always; other requests get 503 while all
-        connections are busy."""
+        """The app of connections beyond the limit: ``GET`` is answered normally; other requests get 503 while
+        all connections are busy."""
         if self._evicted:
             self._close_after_response()
         if scope["method"] in ("GET", "HEAD") or not (self._evicted or self.registry.full):
@@ -241,13 +241,13 @@ class HttpConfig(uvicorn.Config):
     """uvicorn's configuration, with limits of connections."""
 
     def __init__(self, app: FastAPI, options: ConnectionOptions, **more: Any) -> None:
-        self.connections = Connections(options)
+        self.connections = ConnectionRegistry(options)
         super().__init__(
             app,
-            http=Connection,
+            http=HttpProtocol,
             ws="none",
             server_header=False,
-            # All connections accepted in one turn of the event loop are counted only afterwards.
+            # One event-loop turn may accept a whole backlog before it is counted.
             backlog=self.connections.backlog,
             log_config=None,
             h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
