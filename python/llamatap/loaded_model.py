@@ -6,10 +6,11 @@ import functools
 import logging
 import os
 import stat
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -23,9 +24,11 @@ from llamatap.errors import ClosedError, InvalidInputError, ModelLoadError, Mode
 from llamatap.storage.model_files import ModelFiles
 from llamatap.tokenizer import Tokenizer, token_array
 
-__all__ = ["LoadedModel", "at_close", "files_of"]
+__all__ = ["LoadedModel", "files_of", "kept_with"]
 
 _logger = logging.getLogger("llamatap")
+
+_T = TypeVar("_T", bound=Closeable)
 
 
 class LoadedModel(Tokenizer, Closeable):
@@ -45,7 +48,8 @@ class LoadedModel(Tokenizer, Closeable):
     ) -> None:
         # Set first: __repr__ and close() work on a model that failed to load.
         self._native: _core.Model | None = None
-        self._at_close: list[Callable[[], None]] = []
+        self._kept: dict[type[Closeable], Closeable] = {}
+        self._kept_lock = threading.Lock()
         super().__init__()
         self.path = checked_path("path", path)
         if progress is not None and not callable(progress):
@@ -100,9 +104,9 @@ class LoadedModel(Tokenizer, Closeable):
 
         :raises BusyError: called while this thread is extracting with it (in a signal or log handler).
         """
-        for action in list(self._at_close):
-            action()
-        self._at_close.clear()
+        for kept in list(self._kept.values()):
+            kept.close()
+        self._kept.clear()
         self.__dict__.pop("layer_map", None)
         self._native = None
 
@@ -232,6 +236,12 @@ def files_of(model: LoadedModel) -> ModelFiles:
     return model._files  # noqa: SLF001  same module
 
 
-def at_close(model: LoadedModel, action: Callable[[], None]) -> None:
-    """Have :meth:`LoadedModel.close` call `action` first. If `action` raises, the model stays open."""
-    model._at_close.append(action)  # noqa: SLF001  same module
+def kept_with(model: LoadedModel, kind: type[_T], make: Callable[[], _T]) -> _T:
+    """The object of a kind that is kept with a model, made at the first call. :meth:`LoadedModel.close`
+    closes it first; if that raises, the model stays open.
+
+    :raises ClosedError: the model was closed.
+    """
+    native_of(model)
+    with model._kept_lock:  # noqa: SLF001  same module
+        return cast("_T", model._kept.get(kind) or model._kept.setdefault(kind, make()))  # noqa: SLF001

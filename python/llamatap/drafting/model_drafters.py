@@ -21,6 +21,7 @@ from llamatap.drafting.ngram import NGramDrafter
 from llamatap.drafting.speculative_context import SpeculativeContext, call_at_close
 from llamatap.errors import InvalidInputError
 from llamatap.loaded_model import LoadedModel
+from llamatap.model import Model
 from llamatap.states import States
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class DraftOptions(TypedDict, total=False):
             check=checked_n_max,
         ),
     ]
-    n_min: Annotated[int, Option(0, "shorter drafts are dropped, unless they were sampled")]
+    n_min: Annotated[int, Option(0, "shorter drafts are dropped, unless they were sampled", low=0)]
     p_min: Annotated[
         float,
         Option(
@@ -280,4 +281,4 @@ def named_drafter(
         return NGramDrafter(n_max=options.get("n_max", 8), n_min=options.get("n_min", 1))
     if name == "mtp":
         return MtpDrafter(SpeculativeContext(context, context.model), **options)
-    return load_drafter(context, LoadedModel(name, n_gpu_layers=n_gpu_layers, load_mtp=True), **options)
+    return load_drafter(context, Model(name, n_gpu_layers=n_gpu_layers, load_mtp=True), **options)

@@ -23,6 +23,7 @@ from llamatap.errors import ClosedError, InvalidInputError, UnsupportedError
 from llamatap.kv_memory import Memory
 from llamatap.layers import LayerId
 from llamatap.loaded_model import LoadedModel, files_of
+from llamatap.model import Model
 from llamatap.storage import saved_sequences
 from llamatap.tokenizer import token_array
 
@@ -164,7 +165,7 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
         chosen = checked_options(DraftContextOptions, options, "SpeculativeContext()")
         self._owns_model = not isinstance(draft, LoadedModel)
         if not isinstance(draft, LoadedModel):
-            draft = LoadedModel(draft, load_mtp=True, n_gpu_layers=chosen["n_gpu_layers"])
+            draft = Model(draft, load_mtp=True, n_gpu_layers=chosen["n_gpu_layers"])
         self.target = context
         self.model = draft
         self.n_seq_max = chosen["n_seq_max"] or context.n_seq_max

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
@@ -17,25 +16,16 @@ from llamatap.extraction.extractor import Extractor
 from llamatap.extraction.inputs import Input, Window
 from llamatap.extraction.request import ExtractionRequest, Pooling
 from llamatap.layers import LayerId
-from llamatap.loaded_model import LoadedModel, at_close
+from llamatap.loaded_model import LoadedModel, kept_with
 from llamatap.states import States
 
 __all__ = ["extract"]
 
-#: The extractor of each model that :func:`extract` was called with. Its reference to the model is weak:
-#: models are too large to wait for the garbage collection of a cycle.
-_extractors: weakref.WeakKeyDictionary[LoadedModel, Extractor] = weakref.WeakKeyDictionary()
-_extractors_lock = threading.Lock()
-
 
 def _extractor_of(model: LoadedModel) -> Extractor:
-    with _extractors_lock:
-        extractor = _extractors.get(model)
-        if extractor is None:
-            extractor = Extractor(weakref.proxy(model))
-            _extractors[model] = extractor
-            at_close(model, extractor.close)
-        return extractor
+    # Its reference to the model is weak: models are too large to wait for the collection of a cycle.
+    proxy: LoadedModel = model if isinstance(model, weakref.ProxyType) else weakref.proxy(model)
+    return kept_with(model, Extractor, lambda: Extractor(proxy))
 
 
 @overload

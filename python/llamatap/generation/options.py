@@ -53,6 +53,7 @@ class GenerateOptions(SamplingOptions, total=False):
             "maximum number of generated tokens per prompt, including a stop token; 0, allowed only with "
             "``prompt_logprobs`` or ``prompt_states``, computes only the prompts. With a model, texts end at "
             "the length that it was trained with (:attr:`Model.n_ctx_train`), as in a full context",
+            low=0,
         ),
     ]
     stop: Annotated[

@@ -163,3 +163,8 @@ def test_blocks_draft_for_several_sequences_of_a_target_whose_memory_is_split(
         found = list(lt.generate(context, prompts, drafter, max_tokens=20))
         assert [one.tokens.tolist() for one in found] == plain
         assert sum(one.stats.drafted for one in found) > 0
+
+
+def test_a_draft_model_from_a_file_makes_contexts(tiny_path: Path, eagle3: Path) -> None:
+    with lt.Model(tiny_path) as model, model.context(n_ctx=256, **EXACT) as context:
+        assert isinstance(lt.SpeculativeContext(context, eagle3).model, lt.Model)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -436,3 +437,9 @@ def test_early_exit_computes_no_layer_beyond(tiny_path: Path) -> None:
         found = lt.extract(other, tokens, [0, 3])
         assert np.array_equal(found.array, lt.extract(model, tokens, [0, 3]).array)
         assert relative(lt.extract(other, tokens, [4]).array, lt.extract(model, tokens, [4]).array) > 0.05
+
+
+def test_a_weak_reference_to_a_model_is_a_model(tiny_path: Path) -> None:
+    with lt.Model(tiny_path) as model:
+        expected = lt.extract(model, [5, 6, 7], [1]).array
+        assert np.array_equal(lt.extract(weakref.proxy(model), [5, 6, 7], [1]).array, expected)
