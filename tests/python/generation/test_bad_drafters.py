@@ -72,7 +72,9 @@ def test_junk_of_a_drafter_is_no_draft(name: str, after: int, checked: CheckedCo
     "found", ["a", 5.5, [[5, 6]], [259], [-1], np.array([0.5]), {5}, [None], [2**40]], ids=str
 )
 def test_junk_of_a_function_is_no_draft(found: Any, checked: CheckedContext) -> None:
-    with pytest.raises(lt.InvalidInputError, match=r"CallableDrafter guessed|drafted token ids"):
+    with pytest.raises(
+        lt.InvalidInputError, match=r"CallableDrafter\.guess\(\) did not return|drafted token ids"
+    ):
         list(lt.generate(checked.context, PROMPT, lambda tokens: found, max_tokens=12))
 
 

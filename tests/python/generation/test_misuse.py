@@ -154,7 +154,7 @@ def test_a_second_thread_gets_an_error_of_ours(tiny_path: Path) -> None:
 
         class Telling(Noting):
             def draft(self, requests: Mapping[int, Any]) -> Any:
-                with pytest.raises(lt.BusyError, match="another generation"):
+                with pytest.raises(lt.BusyError, match="in use by a generation"):
                     lt.generate(context, PROMPT)
                 return super().draft(requests)
 

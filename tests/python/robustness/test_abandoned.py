@@ -198,7 +198,7 @@ def test_a_lost_tap(context: lt.Context) -> None:
         assert capture is not None
         assert capture.states is not None
         assert capture.states.layers == (2,)
-        with pytest.raises(lt.InvalidInputError, match="a tap is open"):
+        with pytest.raises(lt.InvalidInputError, match="already has an open tap"):
             context.tap([3]).__enter__()
     assert engine_of(context).capture is None
 
