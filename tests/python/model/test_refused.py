@@ -92,4 +92,4 @@ with model.context(n_ctx=64) as context:
 """
     done = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "of tokens only" in done.stdout
+    assert "from tokens only" in done.stdout
