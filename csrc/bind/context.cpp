@@ -21,24 +21,37 @@ std::shared_ptr<Context> make_context(const std::shared_ptr<Model>& model, const
 
 using Bound = py::class_<Context, std::shared_ptr<Context>>;
 
+/// A method of KvMemory as a function of its Context.
+template <typename Result, typename... Args>
+auto locked(Result (KvMemory::*method)(Args...)) {
+  return [method](Context& context, Args... args) {
+    const GilReleased released;
+    const auto held = context.memory();
+    return (held.memory.*method)(args...);
+  };
+}
+
 void def_memory(Bound& bound) {
-  bound.def("memory_clear", &Context::memory_clear, py::call_guard<GilReleased>())
-      .def("memory_remove", &Context::memory_remove, py::arg("seq"), py::arg("p0"), py::arg("p1"),
-           py::call_guard<GilReleased>())
-      .def("memory_copy", &Context::memory_copy, py::arg("source"), py::arg("target"), py::arg("p0"),
-           py::arg("p1"), py::call_guard<GilReleased>())
-      .def("memory_keep", &Context::memory_keep, py::arg("seq"), py::call_guard<GilReleased>())
-      .def("memory_shift", &Context::memory_shift, py::arg("seq"), py::arg("p0"), py::arg("p1"),
-           py::arg("delta"), py::call_guard<GilReleased>())
-      .def("memory_first", &Context::memory_first, py::arg("seq"))
-      .def("memory_last", &Context::memory_last, py::arg("seq"))
+  bound.def("memory_clear", locked(&KvMemory::clear))
+      .def("memory_remove", locked(&KvMemory::remove), py::arg("seq"), py::arg("p0"), py::arg("p1"))
+      .def("memory_copy", locked(&KvMemory::copy), py::arg("source"), py::arg("target"), py::arg("p0"),
+           py::arg("p1"))
+      .def("memory_keep", locked(&KvMemory::keep), py::arg("seq"))
+      .def("memory_shift", locked(&KvMemory::shift), py::arg("seq"), py::arg("p0"), py::arg("p1"),
+           py::arg("delta"))
+      .def(
+          "memory_first", [](Context& context, int32_t seq) { return context.memory()->first(seq); },
+          py::arg("seq"))
+      .def(
+          "memory_last", [](Context& context, int32_t seq) { return context.memory()->last(seq); },
+          py::arg("seq"))
       .def(
           "save",
-          [](const Context& context, int32_t seq) {
+          [](Context& context, int32_t seq) {
             std::string state;
             {
               const GilReleased released;
-              state = context.save(seq);
+              state = context.memory()->save(seq);
             }
             return py::bytes(state);
           },
@@ -48,7 +61,7 @@ void def_memory(Bound& bound) {
           [](Context& context, int32_t seq, const py::bytes& given) {
             const std::string state = given;
             const GilReleased released;
-            context.restore(seq, state);
+            context.memory()->restore(seq, state);
           },
           py::arg("seq"), py::arg("state"));
 }

@@ -33,7 +33,7 @@ Recorder::Recorder(std::shared_ptr<const LayerMap> map, std::vector<int32_t> slo
       dtype_(dtype),
       targets_(std::move(targets)),
       next_(map_->sources().size(), 0) {
-  if (slots.empty()) throw InvalidInput("no layers are asked for");
+  if (slots.empty()) throw InvalidInput("no layers given; expected at least one");
   for (size_t column = 0; column < slots.size(); ++column) {
     const int32_t slot = slots[column];
     if (slot < 0 || slot > map_->norm_slot()) {

@@ -33,7 +33,7 @@ class Recorder : public DecodeObserver {
   bool all_finite() const override { return all_finite_; }
   void begin(const Piece& piece) override;
   void begin_graph(const Graph& graph) override;
-  const std::vector<int32_t>& hooked_layers() const override { return hooked_layers_; }
+  std::vector<int32_t> hooked_layers() const override { return hooked_layers_; }
   void hooked(int32_t layer, const float* values) override;
   bool wants(const ggml_tensor* node) override;
   bool computed(const ggml_tensor* node) override;

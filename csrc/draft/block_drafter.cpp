@@ -64,14 +64,14 @@ void BlockDrafter::reset(int32_t seq) {
   const auto use = spec_->hold();
   spec_->check_sequence(seq);
   sequences_[seq] = Sequence();
-  spec_->context()->memory_remove(seq, -1, -1);
+  spec_->context()->memory()->remove(seq, -1, -1);
 }
 
 /// Stops drafting for a sequence until reset().
 void BlockDrafter::lose(int32_t seq) {
   sequences_[seq] = Sequence();
   sequences_[seq].lost = true;
-  spec_->context()->memory_remove(seq, -1, -1);
+  spec_->context()->memory()->remove(seq, -1, -1);
 }
 
 /// Calls inject(); drops the sequence if the KV cache is full. Returns whether there was room.
@@ -105,7 +105,7 @@ void BlockDrafter::inject(const std::vector<int32_t>& seqs, const Poll& poll) {
   };
   const auto waiting = [&](int32_t seq) { return sequences_[seq].progress.next - sequences_[seq].injected; };
   for (const int32_t seq : seqs) {
-    context.memory_remove(seq, sequences_[seq].injected, -1);
+    context.memory()->remove(seq, sequences_[seq].injected, -1);
     while (waiting(seq) > counts[seq]) {
       const auto& sequence = sequences_[seq];
       const float* values = sequence.features.data() + static_cast<size_t>(counts[seq]) * width;
@@ -143,7 +143,7 @@ void BlockDrafter::make_room(const std::vector<int32_t>& seqs, const Poll& poll)
     inject(seqs, poll);
   } catch (const ContextFull&) {
     for (int32_t seq = 0; seq < static_cast<int32_t>(sequences_.size()); ++seq) {
-      spec_->context()->memory_remove(seq, sequences_[seq].injected, -1);
+      spec_->context()->memory()->remove(seq, sequences_[seq].injected, -1);
     }
     for (const int32_t seq : seqs) try_inject(seq, poll);
   }

@@ -142,7 +142,7 @@ DraftFit fit_mtp(const Model& target, const Model& draft) {
   const std::string arch = draft.arch();
   const auto blocks = mtp_blocks(arch);
   if (blocks.borrows_memory && target.draft_traits().n_embedding == 0) {
-    throw Unsupported("the draft uses the target's token embedding, which it does not have");
+    throw Unsupported("the draft uses the target's token embedding, but the target has none");
   }
   if (traits.n_mtp == 0) {
     throw InvalidInput(draft.options().load_mtp
@@ -242,7 +242,7 @@ ContextOptions draft_options(const std::shared_ptr<Context>& target, const Model
   const auto window = static_cast<uint32_t>(draft.n_swa());
   if (fit.n_heads > 1 && window > 0 && window < options.n_ctx && options.kv_unified &&
       options.n_seq_max > 1) {
-    throw Unsupported("several MTP blocks with sliding windows must keep sequences apart (kv_unified=False)");
+    throw Unsupported("several MTP blocks with sliding windows need kv_unified=False for several sequences");
   }
   return options;
 }

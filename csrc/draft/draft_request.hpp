@@ -29,7 +29,4 @@ struct DraftSettings {
   uint32_t seed = 0;      // of sampling
 };
 
-/// Throws InvalidInput when a sequence is asked for twice.
-void check_requests(const std::vector<DraftRequest>& requests);
-
 }  // namespace llamatap

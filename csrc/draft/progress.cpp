@@ -1,6 +1,7 @@
 #include "draft/progress.hpp"
 
 #include <algorithm>
+#include <set>
 #include <string>
 
 #include "engine/error.hpp"
@@ -27,6 +28,15 @@ void Progress::accept(int32_t seq, int32_t n) {
                        " more cannot be accepted");
   }
   next = batch_start + n + 1;
+}
+
+void check_requests(const std::vector<DraftRequest>& requests) {
+  std::set<int32_t> seen;
+  for (const auto& request : requests) {
+    if (seen.insert(request.seq).second) continue;
+    throw InvalidInput("sequence " + std::to_string(request.seq) +
+                       " has two requests; give one per sequence");
+  }
 }
 
 void check_position(const DraftRequest& request, const Progress& progress) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "draft/draft_request.hpp"
 
@@ -19,6 +20,9 @@ struct Progress {
   /// the batch had fewer.
   void accept(int32_t seq, int32_t n);
 };
+
+/// Throws InvalidInput when two requests are for the same sequence.
+void check_requests(const std::vector<DraftRequest>& requests);
 
 /// Throws InvalidInput unless the request's position follows the last processed one.
 void check_position(const DraftRequest& request, const Progress& progress);

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "engine/context/context.hpp"
 
@@ -15,15 +14,12 @@ class StoreOnly : public DecodeObserver {
   bool stop_keeps_memory() const override { return true; }
   bool all_finite() const override { return true; }
   void begin(const Piece& piece) override { may_stop_ = piece.may_stop; }
-  const std::vector<int32_t>& hooked_layers() const override { return no_layers_; }
-  void hooked(int32_t, const float*) override {}
   void begin_graph(const Graph& graph) override;
   bool wants(const ggml_tensor* node) override { return node == last_store_; }
   bool computed(const ggml_tensor*) override { return !may_stop_; }
   void end() override {}
 
  private:
-  std::vector<int32_t> no_layers_;
   const ggml_tensor* last_store_ = nullptr;
   bool may_stop_ = false;
 };

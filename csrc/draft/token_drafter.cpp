@@ -98,7 +98,7 @@ void TokenDrafter::reset(int32_t seq) {
   const auto use = spec_->hold();
   spec_->check_sequence(seq);
   sequences_[seq].restart();
-  if (!spec_->shares_memory()) spec_->context()->memory_remove(seq, -1, -1);
+  if (!spec_->shares_memory()) spec_->context()->memory()->remove(seq, -1, -1);
 }
 
 void TokenDrafter::encode(const std::vector<int32_t>& seqs, const Poll& poll) {
@@ -180,7 +180,7 @@ void TokenDrafter::Sequence::drop_complete() {
 void TokenDrafter::lose(int32_t seq) {
   sequences_[seq].restart();
   sequences_[seq].lost = true;
-  if (!spec_->shares_memory()) spec_->context()->memory_remove(seq, -1, -1);
+  if (!spec_->shares_memory()) spec_->context()->memory()->remove(seq, -1, -1);
 }
 
 /// Removes drafted tokens from the KV cache. The sequence is lost when sliding windows no longer hold the
@@ -192,8 +192,8 @@ bool TokenDrafter::roll_back(int32_t seq) {
   const int32_t end = sequence.pairs.decoded_end();
   sequence.pairs.set_drafted(-1);
   try {
-    context.memory_remove(seq, end, -1);
-    if (context.memory_last(seq) != end - 1) lose(seq);
+    context.memory()->remove(seq, end, -1);
+    if (context.memory()->last(seq) != end - 1) lose(seq);
   } catch (const Unsupported&) {
     lose(seq);
   }
@@ -250,7 +250,7 @@ void TokenDrafter::step(std::vector<DraftInProgress>& in_progress, const Poll& p
     one.row = batch.size() - 1;
   }
   for (const DraftInProgress& one : in_progress) {
-    if (chained && one.active) context.memory_remove(one.request->seq, one.position, -1);
+    if (chained && one.active) context.memory()->remove(one.request->seq, one.position, -1);
   }
   spec_->decode(batch, poll);
 }

@@ -27,10 +27,9 @@ void check_distribution(const float* probs, int32_t n_vocab, int32_t token) {
     sum += double{probs[v]};
   }
   if (!good || !(std::abs(sum - 1) <= kMaxRoundingError)) {
-    throw InvalidInput(
-        "the distribution that the drafted token " + std::to_string(token) +
-        " was drawn from must hold probabilities, which are 0 or more and add up to 1, not to " +
-        std::to_string(sum));
+    throw InvalidInput("the distribution that the drafted token " + std::to_string(token) +
+                       " was drawn from must hold probabilities of 0 or more that sum to 1, not to " +
+                       std::to_string(sum));
   }
   if (token < 0 || token >= n_vocab || !(probs[token] > 0)) {
     throw InvalidInput("the drafted token " + std::to_string(token) +

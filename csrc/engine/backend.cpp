@@ -5,7 +5,6 @@
 #include <ggml-cpu.h>
 #include <llama.h>
 
-#include <algorithm>
 #include <filesystem>
 #include <map>
 #include <memory>
@@ -117,12 +116,6 @@ std::vector<DeviceInfo> devices() {
     result.push_back({ggml_backend_dev_name(device), ggml_backend_dev_description(device), kind, total});
   }
   return result;
-}
-
-bool has_gpu() {
-  const auto all = devices();
-  return std::any_of(all.begin(), all.end(),
-                     [](const DeviceInfo& device) { return device.kind == "gpu" || device.kind == "igpu"; });
 }
 
 std::vector<std::pair<std::string, std::string>> cpu_features() {

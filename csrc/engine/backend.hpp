@@ -24,9 +24,6 @@ struct DeviceInfo {
 
 std::vector<DeviceInfo> devices();
 
-/// Whether a device other than the CPU is present.
-bool has_gpu();
-
 /// CPU features that the loaded CPU back end was compiled for: (feature, value) pairs.
 std::vector<std::pair<std::string, std::string>> cpu_features();
 

@@ -30,6 +30,8 @@ class LogScope {
 
   /// The collected lines, joined.
   const std::string& text() const { return text_; }
+  /// The collected lines, or a note that there are none.
+  std::string reason() const { return text_.empty() ? "the engine gave no reason" : text_; }
 
  private:
   friend struct LogSink;

@@ -34,7 +34,6 @@ class Sampler {
  public:
   Sampler(std::shared_ptr<Model> model, const SamplerOptions& options);
 
-  const SamplerOptions& options() const { return options_; }
   /// Throws Busy if another thread holds it.
   std::unique_lock<std::mutex> hold() {
     return try_hold(mutex_, "another thread is using this sampler; give each thread a sampler of its own");

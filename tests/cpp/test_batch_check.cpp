@@ -32,7 +32,7 @@ Batch one_entry(int32_t token, int32_t position, const std::vector<int32_t>& seq
 
 }  // namespace
 
-TEST_CASE("a batch of one sequence that continues the memory is taken") {
+TEST_CASE("a batch that continues the memory is accepted") {
   CHECK_NOTHROW(check(batch_of({{0}, {1}, {2}}), rules()));
   CHECK_NOTHROW(check(batch_of({{7}, {8}}), rules(), 6));
   CHECK_NOTHROW(check(batch_of({{2}, {0}, {1}, {0, 1}}), rules()));
@@ -42,7 +42,7 @@ TEST_CASE("a sequence that is not in memory may begin anywhere") {
   CHECK_NOTHROW(check(batch_of({{5}, {6}}), rules()));
 }
 
-TEST_CASE("entries are refused by name") {
+TEST_CASE("errors name the entry") {
   CHECK_THROWS_WITH_AS(check(Batch(), rules()), "the batch is empty", InvalidInput);
   CHECK_THROWS_WITH_AS(check(one_entry(100, 0, {0}), rules()),
                        "entry 0: token id 100 is outside of the vocabulary of 100", InvalidInput);
@@ -57,7 +57,7 @@ TEST_CASE("entries are refused by name") {
                        "entry 0: sequence id 3 is not in 0..2 (n_seq_max of the context)", InvalidInput);
 }
 
-TEST_CASE("an entry of several sequences needs a memory that shares") {
+TEST_CASE("an entry of several sequences needs a shared KV cache") {
   auto alone = rules();
   alone.shares_entries = false;
   CHECK_NOTHROW(check(one_entry(1, 0, {0, 1}), rules()));

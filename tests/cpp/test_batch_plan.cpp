@@ -33,9 +33,9 @@ TEST_CASE("a plain decode is one call, with the flags of the batch") {
   CHECK_FALSE(pieces[0].may_stop);
 }
 
-TEST_CASE("entries are brought into the order of their positions, and only where they must") {
+TEST_CASE("entries are sorted by position, only when necessary") {
   CHECK(plan_batch(batch_of({{2}, {0}, {1}}), rules(), {})[0].rows == Rows{1, 2, 0});
-  // Two sequences in turn rise already.
+  // Interleaved sequences are in order already.
   CHECK(plan_batch(batch_of({{5}, {0, 1}, {6}, {1, 1}}), rules(), {})[0].rows == Rows{0, 1, 2, 3});
 }
 
@@ -66,7 +66,7 @@ TEST_CASE("with sliding windows a call is one ubatch") {
   }
 }
 
-TEST_CASE("entries before the first output of their sequences go first when their last block is wanted") {
+TEST_CASE("entries before the first output of their sequences go first when they need the last block") {
   PlanWishes wishes;
   wishes.needs_last_block = {true, true, true, true};
   wishes.may_stop = true;
@@ -81,7 +81,7 @@ TEST_CASE("entries before the first output of their sequences go first when thei
   CHECK_FALSE(pieces[1].may_stop);
 }
 
-TEST_CASE("pieces of wanted last blocks are one ubatch long") {
+TEST_CASE("pieces that need the last block are one ubatch long") {
   PlanWishes wishes;
   wishes.needs_last_block.assign(6, true);
   const auto pieces = plan_batch(batch_of({{0}, {1}, {2}, {3}, {4}, {5}}), rules(16, 4), wishes);
@@ -89,7 +89,7 @@ TEST_CASE("pieces of wanted last blocks are one ubatch long") {
   CHECK(pieces[0].rows.size() == 4);
 }
 
-TEST_CASE("nothing is cut off when no early entry's last block is wanted") {
+TEST_CASE("a batch is not split when no early entry needs the last block") {
   PlanWishes wishes;
   wishes.needs_last_block = {false, true};
   const auto pieces = plan_batch(batch_of({{0}, {1, 0, true}}), rules(), wishes);
@@ -104,7 +104,7 @@ TEST_CASE("a scratch decode without outputs may stop") {
   CHECK_FALSE(plan_batch(batch_of({{0}, {1, 0, true}}), rules(), wishes).back().may_stop);
 }
 
-TEST_CASE("draft blocks that compute all rows have all rows flagged beside an output") {
+TEST_CASE("with draft blocks that compute all rows, an output flags all rows") {
   auto draft = rules();
   draft.computes_all_rows = true;
   CHECK(plan_batch(batch_of({{0}, {1, 0, true}}), draft, {})[0].output_rows == Rows{0, 1});

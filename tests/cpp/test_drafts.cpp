@@ -21,7 +21,7 @@ TEST_CASE("the most likely token comes with its probability") {
   CHECK(prob == doctest::Approx(6.0 / 9));
 }
 
-TEST_CASE("a draw falls into the share of its token") {
+TEST_CASE("a draw picks a token by cumulative probability") {
   const std::vector<float> probs{0.0F, 0.25F, 0.0F, 0.75F};
   CHECK(draw(probs.data(), 4, 0.0) == 1);
   CHECK(draw(probs.data(), 4, 0.2499) == 1);
@@ -31,18 +31,18 @@ TEST_CASE("a draw falls into the share of its token") {
   CHECK_THROWS_AS(draw(none.data(), 4, 0.5), EngineFailed);
 }
 
-TEST_CASE("a draw is from the sum of what is left, which need not be 1") {
+TEST_CASE("the probabilities of a draw need not sum to 1") {
   const std::vector<float> left{0.1F, 0.1F};
   CHECK(draw(left.data(), 2, 0.49) == 0);
   CHECK(draw(left.data(), 2, 0.51) == 1);
 }
 
-TEST_CASE("of equal logits the smaller ids come first") {
+TEST_CASE("equal logits are ordered by ascending id") {
   const std::vector<float> logits{1, 3, 3, 2, 3};
   CHECK(largest(logits.data(), 5, 4) == std::vector<int32_t>{1, 2, 4, 3});
 }
 
-TEST_CASE("a choice is the most likely token, or none of NaN") {
+TEST_CASE("a choice is the most likely token, or none for NaN") {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   const std::vector<float> logits{1, 2, 0};
   const std::vector<float> broken{nan, nan, nan};
@@ -66,7 +66,7 @@ TEST_CASE("draws depend on the position alone, and are over the target's vocabul
   CHECK(first.distribution[17] == 0);
 }
 
-TEST_CASE("short drafts are dropped, but not drawn ones") {
+TEST_CASE("short drafts are dropped, unless they were sampled") {
   const Draft one{{7}, {0.5F}, {}};
   DraftSettings settings;
   settings.n_min = 2;
@@ -79,7 +79,7 @@ TEST_CASE("short drafts are dropped, but not drawn ones") {
   CHECK(drafts[0].tokens.size() == 1);
 }
 
-TEST_CASE("a drafter keeps up with its sequence") {
+TEST_CASE("progress checks where batches start and what is accepted") {
   Progress progress;
   progress.begin_batch(0, 4);
   CHECK_NOTHROW(progress.check_start(0, 4, 4));
@@ -103,7 +103,7 @@ TEST_CASE("entries are grouped by sequence in the order of their positions") {
   CHECK_NOTHROW(check_contiguous(gap, {1}));
 }
 
-TEST_CASE("a sequence is asked for once, after what was processed") {
+TEST_CASE("there is one request per sequence, after the processed positions") {
   CHECK_THROWS_AS(check_requests({{0, 1, 4, 8}, {0, 1, 4, 8}}), InvalidInput);
   CHECK_NOTHROW(check_requests({{0, 1, 4, 8}, {1, 1, 4, 8}}));
   Progress progress;

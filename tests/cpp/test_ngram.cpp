@@ -27,7 +27,7 @@ Tokens draft_after(Tokens text, NGramDrafter& drafter, int32_t n_max = 3) {
 
 }  // namespace
 
-TEST_CASE("a draft is what followed the same tokens") {
+TEST_CASE("a draft is what followed the same n-gram before") {
   NGramDrafter drafter(3, 1, 4, 0);
   CHECK(draft_after({1, 2, 3, 4, 5, 1, 2}, drafter) == Tokens{3, 4, 5});
 }
@@ -37,7 +37,7 @@ TEST_CASE("the longest n-gram wins over a later, shorter one") {
   CHECK(draft_after({1, 2, 3, 9, 2, 7, 1, 2}, drafter, 1) == Tokens{3});
 }
 
-TEST_CASE("of equal n-grams the latest that has a successor counts") {
+TEST_CASE("of equal n-grams the latest with a successor wins") {
   NGramDrafter drafter(2, 1, 4, 0);
   CHECK(draft_after({1, 2, 3, 1, 2, 4, 1, 2}, drafter, 1) == Tokens{4});
 }
@@ -47,7 +47,7 @@ TEST_CASE("beyond the end of the text a draft repeats itself") {
   CHECK(draft_after({7, 8, 7}, drafter, 5) == Tokens{8, 7, 8, 7, 8});
 }
 
-TEST_CASE("drafts keep the limits of the drafter and of the request") {
+TEST_CASE("drafts obey the limits of the drafter and of the request") {
   NGramDrafter short_drafts(2, 1, 2, 0);
   CHECK(draft_after({1, 2, 3, 4, 5, 1}, short_drafts, 9).size() == 2);
   NGramDrafter picky(2, 1, 4, 3);
@@ -59,7 +59,7 @@ TEST_CASE("drafts keep the limits of the drafter and of the request") {
 TEST_CASE("rejected tokens leave the text and the index") {
   NGramDrafter drafter(1, 1, 1, 0);
   drafter.process(text_of({1, 2, 3}), nullptr, nullptr);
-  // 4 and 5 were drafted after 1; only the 1 itself stands.
+  // 4 and 5 were drafted after 1, and are rejected below.
   drafter.process(text_of({1, 4, 5}, 3), nullptr, nullptr);
   CHECK(draft(drafter, 4, 6, 1) == Tokens{5});
   drafter.accept(0, 0);

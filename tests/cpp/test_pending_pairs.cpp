@@ -42,7 +42,7 @@ TEST_CASE("pairs that were dropped cannot be processed again") {
   CHECK(pairs.earliest() == 3);
 }
 
-TEST_CASE("rejected entries leave, and others take their place") {
+TEST_CASE("rejected entries are replaced") {
   auto pairs = pairs_of(0, 4);
   pairs.truncate(2);
   CHECK(pairs.last().position == 1);
@@ -51,7 +51,7 @@ TEST_CASE("rejected entries leave, and others take their place") {
   CHECK(pairs.n_complete() == 1);
 }
 
-TEST_CASE("a pair that a draft has decoded is not decoded again, unless the token is another") {
+TEST_CASE("a pair that a draft has decoded is decoded again only with another token") {
   for (const int32_t token : {50, 51}) {
     auto pairs = pairs_of(0, 3);
     pairs.drop_complete();

@@ -33,12 +33,12 @@ TEST_CASE("rows are pooled slot by slot") {
 }
 
 TEST_CASE("a mean is summed in float64") {
-  // In float32 the ones would be lost beside 2^24.
+  // In float32, 2^24 + 1 is 2^24.
   const float large = 16777216.0F;
   CHECK(pooled(Pooling::mean, {{large, 0}, {1, 0}, {1, 0}, {2, 0}})[0] == (large + 4) / 4);
 }
 
-TEST_CASE("a NaN stays in a maximum, wherever it comes") {
+TEST_CASE("NaN propagates in a maximum") {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   CHECK(std::isnan(pooled(Pooling::max, {{nan, 0}, {1, 0}})[0]));
   CHECK(std::isnan(pooled(Pooling::max, {{1, 0}, {nan, 0}})[0]));

@@ -16,8 +16,7 @@ constexpr int64_t kEmbd = 8;
 constexpr int64_t kTokens = 5;
 constexpr int32_t kBlocks = 2;
 
-/// A graph of a transformer with two blocks, built without computing anything. Its nodes have no telling
-/// names.
+/// A graph of a transformer with two blocks, built without computing anything. Its nodes have default names.
 class TinyGraph {
  public:
   TinyGraph() : context_(ggml_init({size_t{1} << 20, nullptr, /*no_alloc=*/true})) {
@@ -35,7 +34,7 @@ class TinyGraph {
     return ggml_mul(get(), ggml_rms_norm(get(), input, 1e-5F), weight(name));
   }
 
-  /// norm, product, residual add; twice. `outputs`: the rows that the attention's half crops to.
+  /// norm, product, residual add; twice. `outputs`: rows to keep after attention.
   ggml_tensor* block(int32_t i, ggml_tensor* input, ggml_tensor* outputs = nullptr) {
     const std::string name = "blk." + std::to_string(i) + ".";
     auto* branch =
@@ -83,7 +82,7 @@ TEST_CASE("the residual stream is what norm and residual add of each block read"
   CHECK_FALSE(streams.ends_without_norm());
 }
 
-TEST_CASE("names of nodes are no evidence") {
+TEST_CASE("names of nodes do not matter") {
   TinyGraph graph;
   auto* h0 = graph.embeddings();
   auto* h1 = graph.block(0, h0);
@@ -111,7 +110,7 @@ TEST_CASE("the stream is found behind a norm without weights") {
   CHECK(graph.streams(graph.output_norm(h2)).by_slot()[1] == h1);
 }
 
-TEST_CASE("what was there before block 0 is not what enters block 1") {
+TEST_CASE("the input of block 0 is not taken for that of block 1") {
   TinyGraph graph;
   auto* h0 = graph.embeddings();
   auto* both = ggml_add(graph.get(), graph.block(0, h0), graph.block(1, h0));
@@ -131,7 +130,7 @@ TEST_CASE("the last block is cropped behind its input") {
   CHECK(streams.by_slot()[2]->ne[1] == 2);
 }
 
-TEST_CASE("rows that are cropped before the output norm are looked behind") {
+TEST_CASE("the stream is found behind a crop before the output norm") {
   TinyGraph graph;
   auto* h2 = graph.block(1, graph.block(0, graph.embeddings()));
   auto* cropped = ggml_get_rows(graph.get(), h2, graph.ids(2));
@@ -174,7 +173,7 @@ TEST_CASE("a part of several streams is not one either") {
   CHECK(streams.by_slot()[0] == nullptr);
 }
 
-TEST_CASE("encoders whose blocks end in norms give H_n themselves") {
+TEST_CASE("in encoders whose blocks end in norms, H_n is the result of the last block") {
   TinyGraph graph;
   auto* h1 = graph.block(0, graph.embeddings());
   auto* h2 = graph.norm(graph.block(1, h1), "blk.1.layer_out_norm.weight");
@@ -183,7 +182,7 @@ TEST_CASE("encoders whose blocks end in norms give H_n themselves") {
   CHECK(streams.by_slot() == Nodes{streams.by_slot()[0], h1, h2, nullptr});
 }
 
-TEST_CASE("a later graph is held to the nodes that were found first") {
+TEST_CASE("later graphs must have the nodes that were found first") {
   TinyGraph graph;
   auto* h0 = graph.embeddings();
   auto* h1 = ggml_set_name(graph.block(0, h0), "l_out-0");

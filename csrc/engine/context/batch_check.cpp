@@ -25,8 +25,8 @@ void check_entry(const Batch& batch, int32_t row, const BatchRules& rules) {
   const int32_t position = batch.positions()[row];
   require(position >= 0, [&] { return "position " + number(position) + " is negative"; });
   require(position < rules.position_limit, [&] {
-    return "position " + number(position) + " is beyond the " + number(rules.position_limit) +
-           " that the model has";
+    return "position " + number(position) + " is out of range: the model has " +
+           number(rules.position_limit) + " positions";
   });
   const auto& sequences = batch.sequences()[row];
   require(!sequences.empty(), [] { return std::string("it belongs to no sequence"); });

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "engine/context/batch.hpp"
-#include "engine/context/batch_rules.hpp"
+#include "engine/context/batch_check.hpp"
 
 namespace llamatap {
 

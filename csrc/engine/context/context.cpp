@@ -76,8 +76,7 @@ Context::Context(std::shared_ptr<Model> model, const ContextOptions& options)
   guarded("the engine cannot make this context",
           [&] { context_.reset(llama_init_from_model(model_->handle(), params)); });
   if (!context_) {
-    const auto message = "the engine cannot make this context: " +
-                         (log.text().empty() ? std::string("it gave no reason") : log.text());
+    const auto message = "the engine cannot make this context: " + log.reason();
     if (says_no_memory(message)) throw OutOfMemory(message);
     throw Unsupported(message);
   }
@@ -116,51 +115,6 @@ Graph Context::reserve_graph(uint32_t n_tokens, uint32_t n_outputs) {
     throw EngineFailed("the engine cannot build a graph of " + std::to_string(n_tokens) + " tokens");
   }
   return *graph;
-}
-
-void Context::memory_clear() {
-  const ContextLock lock = hold();
-  memory_.clear();
-}
-
-void Context::memory_remove(int32_t seq, int32_t p0, int32_t p1) {
-  const ContextLock lock = hold();
-  memory_.remove(seq, p0, p1);
-}
-
-void Context::memory_copy(int32_t from, int32_t to, int32_t p0, int32_t p1) {
-  const ContextLock lock = hold();
-  memory_.copy(from, to, p0, p1);
-}
-
-void Context::memory_keep(int32_t seq) {
-  const ContextLock lock = hold();
-  memory_.keep(seq);
-}
-
-void Context::memory_shift(int32_t seq, int32_t p0, int32_t p1, int32_t delta) {
-  const ContextLock lock = hold();
-  memory_.shift(seq, p0, p1, delta);
-}
-
-int32_t Context::memory_first(int32_t seq) const {
-  const ContextLock lock = hold();
-  return memory_.first(seq);
-}
-
-int32_t Context::memory_last(int32_t seq) const {
-  const ContextLock lock = hold();
-  return memory_.last(seq);
-}
-
-std::string Context::save(int32_t seq) const {
-  const ContextLock lock = hold();
-  return memory_.save(seq);
-}
-
-void Context::restore(int32_t seq, const std::string& state) {
-  const ContextLock lock = hold();
-  memory_.restore(seq, state);
 }
 
 void Context::copy_logits(int32_t row, float* target) const {

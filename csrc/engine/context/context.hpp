@@ -25,6 +25,14 @@
 
 namespace llamatap {
 
+/// The memory of a context, which stays locked while this lives.
+struct LockedMemory {
+  ContextLock lock;
+  KvMemory& memory;
+
+  KvMemory* operator->() const { return &memory; }
+};
+
 /// Decodes batches with a model and keeps its memory. One thread at a time: a second one gets Busy.
 class Context {
  public:
@@ -36,6 +44,9 @@ class Context {
   /// Locks the context, as every method does; a caller that reads results in place must do so, too. Throws
   /// Busy, and EngineFailed after an earlier call failed inside the engine.
   ContextLock hold() const;
+
+  /// The memory, for changes and look-ups. Throws as hold() does.
+  LockedMemory memory() { return {hold(), memory_}; }
 
   const std::shared_ptr<Model>& model() const { return model_; }
   const ContextOptions& options() const { return options_; }
@@ -50,11 +61,6 @@ class Context {
   bool at_once() const { return !has_memory() || !causal(); }
   /// Whether past tokens are kept.
   bool has_memory() const { return memory_.exists(); }
-
-  /// Whether an entry of a batch may belong to several sequences.
-  bool shares_entries() const {
-    return options_.kv_unified && (!model_->is_recurrent() || model_->is_hybrid());
-  }
 
   /// Computes the batch, in one or more engine calls. On error the memory is rolled back; a sequence is
   /// removed completely when a part cannot be (recurrent models, sliding windows without swa_full).
@@ -95,17 +101,6 @@ class Context {
 
   /// Whether no sequence has tokens in memory. The caller must hold the context.
   bool is_empty() const { return memory_.is_empty(); }
-
-  // See KvMemory.
-  void memory_clear();
-  void memory_remove(int32_t seq, int32_t p0, int32_t p1);
-  void memory_copy(int32_t from, int32_t to, int32_t p0, int32_t p1);
-  void memory_keep(int32_t seq);
-  void memory_shift(int32_t seq, int32_t p0, int32_t p1, int32_t delta);
-  int32_t memory_first(int32_t seq) const;
-  int32_t memory_last(int32_t seq) const;
-  std::string save(int32_t seq) const;
-  void restore(int32_t seq, const std::string& state);
 
   /// Builds the graph of a ubatch without computing it.
   Graph reserve_graph(uint32_t n_tokens, uint32_t n_outputs);

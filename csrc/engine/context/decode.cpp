@@ -14,7 +14,6 @@
 #include "engine/context/engine_batch.hpp"
 #include "engine/error.hpp"
 #include "engine/log.hpp"
-#include "engine/private/draft_model.hpp"
 #include "engine/private/engine_context.hpp"
 #include "engine/private/ubatches.hpp"
 
@@ -86,7 +85,7 @@ BatchRules Context::batch_rules() const {
   rules.has_memory = has_memory();
   rules.at_once = at_once();
   rules.kv_unified = options_.kv_unified;
-  rules.shares_entries = shares_entries();
+  rules.shares_entries = options_.kv_unified && (!model_->is_recurrent() || model_->is_hybrid());
   rules.computes_all_rows = computes_all_rows();
   return rules;
 }

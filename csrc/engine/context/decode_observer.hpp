@@ -26,9 +26,9 @@ class DecodeObserver {
   virtual void begin(const Piece& piece) = 0;
   /// Layers whose inputs the hooks copy; LayerSource::hooked must be set for each. If not empty, the callback
   /// is not used.
-  virtual const std::vector<int32_t>& hooked_layers() const = 0;
+  virtual std::vector<int32_t> hooked_layers() const { return {}; }
   /// Called after a piece with the inputs of a hooked layer, [piece.rows, n_embd].
-  virtual void hooked(int32_t layer, const float* values) = 0;
+  virtual void hooked(int32_t /*layer*/, const float* /*values*/) {}
   /// Called before the nodes of each ubatch; a piece is one or more ubatches.
   virtual void begin_graph(const Graph& graph) = 0;
   /// Before `node` is computed: whether to call computed() with it.

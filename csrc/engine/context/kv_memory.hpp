@@ -25,8 +25,6 @@ class KvMemory {
 
   /// Whether past tokens are kept.
   bool exists() const;
-  /// Whether it includes recurrent states.
-  bool is_recurrent() const { return is_recurrent_; }
   /// Whether it is the memory of the target; then only the target may change it.
   bool is_borrowed() const { return is_borrowed_; }
   bool is_empty() const;
@@ -75,7 +73,7 @@ class KvMemory {
 
   const Model& model_;
   const ContextOptions& options_;
-  bool is_recurrent_;
+  bool is_recurrent_;  // includes recurrent states
   bool is_borrowed_;
   llama_context* context_ = nullptr;
   std::vector<int32_t>

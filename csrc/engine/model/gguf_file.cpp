@@ -104,8 +104,7 @@ GgufFile::GgufFile(const std::string& path) : path_(path) {
   guarded("not a readable GGUF file",
           [&] { file_.reset(gguf_init_from_file(path.c_str(), {/*no_alloc=*/true, /*ctx=*/nullptr})); });
   if (!file_) {
-    throw ModelLoadFailed(path + " is not a readable GGUF file: " +
-                          (log.text().empty() ? "the engine gave no reason" : log.text()));
+    throw ModelLoadFailed(path + " is not a readable GGUF file: " + log.reason());
   }
 }
 

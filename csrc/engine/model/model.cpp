@@ -54,10 +54,6 @@ llama_model_params load_params(const ModelOptions& options, LoadState& state) {
   return params;
 }
 
-std::string said(const LogScope& log) {
-  return log.text().empty() ? std::string("the engine gave no reason") : log.text();
-}
-
 /// A count with 3 digits: "512", "9.83M", "135M".
 std::string rounded(uint64_t count) {
   auto value = static_cast<double>(count);
@@ -115,7 +111,7 @@ std::shared_ptr<Model> Model::load(const std::string& path, const ModelOptions& 
         try {
           const std::string& source = converted ? converted->path() : path;
           model.reset(llama_model_load_from_file(source.c_str(), load_params(options, state)));
-          reason = said(log);
+          reason = log.reason();
         } catch (const std::exception& error) {
           reason = error.what();
         }

@@ -25,6 +25,18 @@ int32_t checked_length(size_t length, const char* what) {
   return static_cast<int32_t>(length);
 }
 
+/// Calls run(), which fills `buffer` or returns minus the size that it needs, and resizes the buffer.
+template <typename Buffer, typename Run>
+void fill(Buffer& buffer, const Run& run) {
+  int32_t count = guarded("the tokenizer failed", run);
+  if (count == std::numeric_limits<int32_t>::min()) throw InvalidInput("the text has too many tokens");
+  if (count < 0) {
+    buffer.resize(static_cast<size_t>(-count));
+    count = guarded("the tokenizer failed", run);
+  }
+  buffer.resize(static_cast<size_t>(count));
+}
+
 }  // namespace
 
 int32_t Vocab::size() const { return llama_vocab_n_tokens(vocab_); }
@@ -48,17 +60,10 @@ std::vector<int32_t> Vocab::tokenize(const std::string& text, bool add_special, 
   require_tokenizer();
   const int32_t length = checked_length(text.size(), "the text");
   std::vector<int32_t> tokens(text.size() + 8);
-  const auto run = [&] {
+  fill(tokens, [&] {
     return llama_tokenize(vocab_, text.data(), length, tokens.data(), static_cast<int32_t>(tokens.size()),
                           add_special, parse_special);
-  };
-  int32_t count = guarded("the tokenizer failed", run);
-  if (count == std::numeric_limits<int32_t>::min()) throw InvalidInput("the text has too many tokens");
-  if (count < 0) {
-    tokens.resize(static_cast<size_t>(-count));
-    count = guarded("the tokenizer failed", run);
-  }
-  tokens.resize(static_cast<size_t>(count));
+  });
   return tokens;
 }
 
@@ -69,16 +74,10 @@ std::string Vocab::detokenize(const std::vector<int32_t>& tokens, bool remove_sp
   if (tokens.empty()) return {};
   const int32_t n_tokens = checked_length(tokens.size(), "the token list");
   std::string text(tokens.size() * 8 + 16, '\0');
-  const auto run = [&] {
+  fill(text, [&] {
     return llama_detokenize(vocab_, tokens.data(), n_tokens, text.data(), static_cast<int32_t>(text.size()),
                             remove_special, unparse_special);
-  };
-  int32_t count = guarded("the tokenizer failed", run);
-  if (count < 0) {
-    text.resize(static_cast<size_t>(-count));
-    count = guarded("the tokenizer failed", run);
-  }
-  text.resize(static_cast<size_t>(count));
+  });
   return text;
 }
 
@@ -86,15 +85,9 @@ std::string Vocab::piece(int32_t token, bool special) const {
   require_tokenizer();
   check(token);
   std::string text(32, '\0');
-  const auto run = [&] {
+  fill(text, [&] {
     return llama_token_to_piece(vocab_, token, text.data(), static_cast<int32_t>(text.size()), 0, special);
-  };
-  int32_t count = guarded("the tokenizer failed", run);
-  if (count < 0) {
-    text.resize(static_cast<size_t>(-count));
-    count = guarded("the tokenizer failed", run);
-  }
-  text.resize(static_cast<size_t>(count));
+  });
   return text;
 }
 

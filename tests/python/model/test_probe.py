@@ -192,7 +192,7 @@ def test_what_is_used_element_by_element_is_of_float32(tmp_path: Path, file: str
     """The engine would abort in the middle of its computation, where that cannot be caught."""
     tiny = FILES[file]()
     tiny.f16 = (name,)
-    message = f"{name} is of type f16; what is used element by element must be of f32"
+    message = f"{name} is of type f16; tensors used element by element must be f32"
     with pytest.raises(lt.ModelLoadError, match=message):
         lt.Model(tiny.write(tmp_path / "f16.gguf"))
 
