@@ -1,4 +1,7 @@
-"""Registry of a server's open connections: their number, their time limits, and the order of closing them."""
+"""Registry of a server's open connections: their number, and the order of closing them beyond the limit.
+
+Their deadlines are in :mod:`http_protocol`; the registry asks each connection to check them.
+"""
 
 from __future__ import annotations
 
