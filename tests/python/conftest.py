@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,3 +80,11 @@ def tiny_model(tiny_path: Path) -> Iterator[lt.Model]:
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(1234)
+
+
+@pytest.fixture
+def without_gc() -> Iterator[None]:
+    """No garbage collection: over the objects of a whole run it holds the GIL for up to a second."""
+    gc.disable()
+    yield
+    gc.enable()

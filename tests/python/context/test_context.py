@@ -404,6 +404,7 @@ def test_use_after_close_raises(tiny_path: Path) -> None:
             call()
 
 
+@pytest.mark.usefixtures("without_gc")
 def test_a_second_thread_gets_busy_and_the_gil_is_free(smollm2: lt.Model) -> None:
     with smollm2.context(n_ctx=2048) as context:
         beats = []

@@ -398,6 +398,7 @@ def test_a_list_says_which_input_is_wrong(tiny_model: lt.Model) -> None:
         lt.extract(tiny_model, [[1, 2], [1, 999]], [1])
 
 
+@pytest.mark.usefixtures("without_gc")
 def test_extraction_leaves_the_gil_free(smollm2: lt.Model) -> None:
     thread = threading.Thread(target=lambda: lt.extract(smollm2, [5] * 1024, [-2]))
     thread.start()

@@ -215,6 +215,7 @@ def test_progress_and_its_errors(smollm2_path: Path, smollm2_f32_path: Path) -> 
         lt.Model(smollm2_path, use_mmap=False, progress=fail)
 
 
+@pytest.mark.usefixtures("without_gc")
 def test_loading_leaves_the_gil_free(smollm2_f32_path: Path) -> None:
     beats: list[float] = []
     stop = threading.Event()
