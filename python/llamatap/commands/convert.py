@@ -1,0 +1,87 @@
+"""``llamatap convert``: turn a drafter's checkpoint into a GGUF file, or back."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llamatap.commands._arguments import layer_ids
+from llamatap.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from llamatap.convert import Conversion
+
+__all__ = ["add", "run"]
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("convert", help="turn a drafter's checkpoint into a GGUF file, or back")
+    parser.add_argument("source", type=Path, help="a checkpoint's folder; with --to, a GGUF draft")
+    parser.add_argument("target", type=Path, help="the GGUF file of the model that it drafts for")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="PATH")
+    # The names are those of llamatap.convert, which is imported when it runs.
+    parser.add_argument(
+        "--type", choices=("f32", "f16", "bf16", "q8_0"), help="type of the matrices (default: f16)"
+    )
+    parser.add_argument(
+        "--to",
+        choices=("speculators", "eagle3", "angelslim"),
+        help="write a checkpoint in this format; eagle3 is SpecForge's",
+    )
+    parser.add_argument(
+        "--layers",
+        help="layers of the target that it was trained on, as llamatap counts, where the checkpoint does not "
+        'tell: "2,15,27"',
+    )
+    parser.add_argument(
+        "--own-embedding",
+        action="store_true",
+        help="keep a token embedding or a head that equals the target's",
+    )
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="leave out a tensor or a setting; repeatable",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from llamatap.convert import to_checkpoint, to_gguf
+
+    if arguments.to is not None:
+        if arguments.type or arguments.layers or arguments.own_embedding or arguments.ignore:
+            raise InvalidInputError("--to takes none of --type, --layers, --own-embedding and --ignore")
+        done = to_checkpoint(arguments.source, arguments.target, arguments.output, format=arguments.to)
+    else:
+        done = to_gguf(
+            arguments.source,
+            arguments.target,
+            arguments.output,
+            type=arguments.type or "f16",
+            target_layers=_numbers(arguments.layers),
+            embedding="own" if arguments.own_embedding else "auto",
+            ignore=arguments.ignore,
+        )
+    print(_told(done))
+    return 0
+
+
+def _numbers(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    layers = layer_ids(text)
+    if any(isinstance(one, str) or one < 0 for one in layers):
+        raise InvalidInputError(f"--layers: expected layers from 0 on, found {text}")
+    return [int(one) for one in layers]
+
+
+def _told(done: Conversion) -> str:
+    files = [done.path] if done.path.is_file() else list(done.path.iterdir())
+    size = sum(one.stat().st_size for one in files)
+    inherited = f"; uses the target's {' and '.join(done.inherited)}" if done.inherited else ""
+    layers = ", ".join(f"H_{one}" for one in done.target_layers)
+    return f"{done.path}: {done.kind} on {layers}, {size:,} bytes{inherited}"
