@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import save_file
+from support.tiny import TinyLlama
 
+from reference import mtp_checkpoint
 from reference.eagle3_checkpoint import Block
 
 #: A llama3 scaling under which frequencies of a head of 16 are of all three kinds.
@@ -209,3 +211,73 @@ def read(folder: Path) -> dict[str, NDArray[Any]]:
     """The tensors of a checkpoint's folder."""
     with safe_open(folder / "model.safetensors", framework="np") as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it has no iterator
+
+
+@dataclass
+class MtpCheckpoint:
+    """An mtp.safetensors for a TinyLlama."""
+
+    tiny: TinyLlama
+    n_ff: int = 96
+    n_head: int = 4
+    n_head_kv: int = 2
+    head_width: int = 16
+    rope_base: float = 10000.0
+    eps: float = 1e-5
+    dtype: str = "float32"
+    seed: int = 0
+    tensors: dict[str, NDArray[Any]] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed)
+        n, q, kv = self.tiny.n_embd, self.n_head * self.head_width, self.n_head_kv * self.head_width
+        weights = {
+            "eh_proj": _matrix(rng, n, 2 * n),
+            "enorm": _gain(rng, n),
+            "hnorm": _gain(rng, n),
+            "input_layernorm": _gain(rng, n),
+            "self_attn.q_proj": _matrix(rng, q, n) * 2,
+            "self_attn.k_proj": _matrix(rng, kv, n) * 2,
+            "self_attn.v_proj": _matrix(rng, kv, n),
+            "self_attn.o_proj": _matrix(rng, n, q) * 2,
+            "post_attention_layernorm": _gain(rng, n),
+            "mlp.gate_proj": _matrix(rng, self.n_ff, n),
+            "mlp.up_proj": _matrix(rng, self.n_ff, n),
+            "mlp.down_proj": _matrix(rng, n, self.n_ff),
+            "shared_head.norm": _gain(rng, n) * 3,
+        }
+        self.tensors = {f"{name}.weight": values.astype(self.dtype) for name, values in weights.items()}
+        self.config = {
+            "model_type": "llamatap_mtp",
+            "hidden_size": n,
+            "vocab_size": self.tiny.n_vocab,
+            "target_architecture": self.tiny.arch,
+            "target_num_hidden_layers": self.tiny.n_layer,
+            "intermediate_size": self.n_ff,
+            "num_attention_heads": self.n_head,
+            "num_key_value_heads": self.n_head_kv,
+            "head_dim": self.head_width,
+            "rope_theta": self.rope_base,
+            "rms_norm_eps": self.eps,
+            "max_position_embeddings": 512,
+            "hidden_state": "pre-norm",
+        }
+
+    def write(self, path: Path) -> Path:
+        """Write the file, as a trainer would."""
+        save_file(self.tensors, path, metadata={"format": "pt", "config": json.dumps(self.config)})
+        return path
+
+    def block(self) -> mtp_checkpoint.Block:
+        """The oracle's view of it, beside its target."""
+        weights = self.tiny.weights
+        return mtp_checkpoint.Block(
+            self.tensors,
+            self.n_head,
+            self.n_head_kv,
+            self.rope_base,
+            self.eps,
+            weights["token_embd.weight"],
+            weights["output.weight"],
+        )

@@ -17,7 +17,9 @@ __all__ = ["add", "run"]
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("convert", help="turn a drafter's checkpoint into a GGUF file, or back")
-    parser.add_argument("source", type=Path, help="a checkpoint's folder; with --to, a GGUF draft")
+    parser.add_argument(
+        "source", type=Path, help="a checkpoint's folder, or an mtp.safetensors; with --to, a GGUF draft"
+    )
     parser.add_argument("target", type=Path, help="the GGUF file of the model that it drafts for")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="PATH")
     # The names are those of llamatap.convert, which is imported when it runs.
@@ -26,8 +28,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--to",
-        choices=("speculators", "eagle3", "angelslim"),
-        help="write a checkpoint in this format; eagle3 is SpecForge's",
+        choices=("speculators", "eagle3", "angelslim", "mtp"),
+        help="write a checkpoint in this format; eagle3 is SpecForge's, mtp an mtp.safetensors",
+    )
+    parser.add_argument(
+        "--whole",
+        action="store_true",
+        help="with an mtp.safetensors: write the model too, as mimo2 with the block behind it",
     )
     parser.add_argument(
         "--layers",
@@ -53,8 +60,15 @@ def run(arguments: argparse.Namespace) -> int:
     from llamatap.convert import to_checkpoint, to_gguf
 
     if arguments.to is not None:
-        if arguments.type or arguments.layers or arguments.own_embedding or arguments.ignore:
-            raise InvalidInputError("--to takes none of --type, --layers, --own-embedding and --ignore")
+        others = (
+            arguments.type,
+            arguments.layers,
+            arguments.own_embedding,
+            arguments.ignore,
+            arguments.whole,
+        )
+        if any(others):
+            raise InvalidInputError("--to takes none of --type, --layers, --own-embedding, --ignore, --whole")
         done = to_checkpoint(arguments.source, arguments.target, arguments.output, format=arguments.to)
     else:
         done = to_gguf(
@@ -65,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
             target_layers=_numbers(arguments.layers),
             embedding="own" if arguments.own_embedding else "auto",
             ignore=arguments.ignore,
+            whole=arguments.whole,
         )
     print(_told(done))
     return 0

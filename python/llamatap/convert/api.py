@@ -6,17 +6,23 @@ import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
-from llamatap._validate import choice, shown
+from llamatap._validate import choice, flag, shown
 from llamatap._validate import path as checked_path
 from llamatap.convert import eagle3
 from llamatap.convert.checkpoint_files import read_checkpoint, write_checkpoint
 from llamatap.convert.eagle3_config import EAGLE3_FORMATS, Eagle3Format, format_of
 from llamatap.convert.gguf_files import TYPES, GgufSource, WeightType, write_gguf
+from llamatap.convert.mtp import joined, mtp_from_gguf, whole_model
+from llamatap.convert.mtp_block import is_mtp_file, read_mtp, write_mtp
 from llamatap.errors import InvalidInputError, UnsupportedError
 
-__all__ = ["Conversion", "to_checkpoint", "to_gguf"]
+__all__ = ["FORMATS", "Conversion", "Format", "to_checkpoint", "to_gguf"]
+
+#: Formats of checkpoints that can be written.
+Format: TypeAlias = Eagle3Format | Literal["mtp"]
+FORMATS: tuple[Format, ...] = (*EAGLE3_FORMATS, "mtp")
 
 
 @dataclass(frozen=True)
@@ -24,9 +30,9 @@ class Conversion:
     """Result of a conversion.
 
     :ivar path: the written file or folder.
-    :ivar kind: "eagle3".
+    :ivar kind: "eagle3" or "mtp".
     :ivar target_layers: the i of the H_i that the drafter takes.
-    :ivar inherited: matrices that the file does not have, as they are the target's.
+    :ivar inherited: matrices that a draft file does not have, as they are the target's.
     """
 
     path: Path
@@ -35,10 +41,10 @@ class Conversion:
     inherited: tuple[str, ...] = ()
 
 
-def _output(output: str | os.PathLike[str], *sources: Path) -> Path:
-    path = checked_path("output", output)
+def _output(name: str, output: str | os.PathLike[str], *sources: Path) -> Path:
+    path = checked_path(name, output)
     if any(path.exists() and path.samefile(one) for one in sources if one.exists()):
-        raise InvalidInputError(f"{path} is the file to convert; choose another name")
+        raise InvalidInputError(f"{path} is a file to convert; choose another name")
     return path
 
 
@@ -51,24 +57,28 @@ def to_gguf(
     target_layers: Sequence[int] | None = None,
     embedding: Literal["auto", "own"] = "auto",
     ignore: Collection[str] = (),
+    whole: bool = False,
 ) -> Conversion:
     """Convert a drafter's checkpoint to a GGUF file, which :func:`llamatap.load_drafter` and the engine's own
     programs draft with.
 
     :param checkpoint: a folder with config.json and weights: EAGLE-3 of speculators, of SpecForge and EAGLE
         (``LlamaForCausalLMEagle3``), of AngelSlim (``Eagle3LlamaForCausalLM``). Weights are safetensors, or
-        ``pytorch_model.bin``, which needs PyTorch.
+        ``pytorch_model.bin``, which needs PyTorch. Or an ``mtp.safetensors``
+        (:mod:`llamatap.convert.mtp_block`).
     :param target: the GGUF file that it drafts for. The tokenizer is taken from it, and widths are compared.
     :param output: the file to write. It appears whole, or not at all.
-    :param type: type of the matrices: "f32", "f16", "bf16", "q8_0" (rows that are no multiple of 32 are
-        float16). Norms are float32.
+    :param type: type of the drafter's matrices: "f32", "f16", "bf16", "q8_0" (rows that are no multiple of 32
+        are float16). Norms are float32.
     :param target_layers: the i of the H_i that it was trained on, where the checkpoint does not say so, or
-        wrongly.
+        wrongly. EAGLE-3 only.
     :param embedding: "auto" leaves out a token embedding, or a head, that equals the target's: the draft then
-        uses the target's. "own" keeps it.
-    :param ignore: names of tensors and settings to leave out, which would be refused otherwise.
+        uses the target's. "own" keeps it. EAGLE-3 only.
+    :param ignore: names of tensors and settings to leave out, which would be refused otherwise. EAGLE-3 only.
+    :param whole: write the target too, rewritten as ``mimo2``, with the MTP block behind it, for programs
+        that take the block from the model's file. The target's matrices keep their types.
     :raises UnsupportedError: the engine's graph does not compute with tensors or settings of the checkpoint,
-        which are named.
+        which are named; or ``whole`` with a target that ``mimo2`` cannot express.
     :raises InvalidInputError: the checkpoint lacks a tensor, contradicts itself, or is for another target.
     :raises ModelNotFoundError: a file is missing.
     :raises ModelLoadError: a file cannot be read.
@@ -80,9 +90,16 @@ def to_gguf(
     choice("embedding", embedding, ("auto", "own"))
     if isinstance(ignore, (str, bytes)):
         raise InvalidInputError(f"ignore must be a list of names, not {shown(ignore)}")
+    target_path = checked_path("target", target)
+    path = _output("output", output, target_path, source)
+    if is_mtp_file(source):
+        if target_layers is not None or ignore or embedding != "auto":
+            raise InvalidInputError("target_layers, embedding and ignore are for EAGLE-3, not for MTP blocks")
+        return _mtp_to_gguf(source, target_path, path, type, flag("whole", whole))
+    if flag("whole", whole):
+        raise InvalidInputError(f"whole is for an MTP block (.safetensors), not for {source}")
     found = read_checkpoint(source)
-    model = GgufSource(checked_path("target", target))
-    path = _output(output, model.path)
+    model = GgufSource(target_path)
     if format_of(found.config) is None:
         raise UnsupportedError(
             f"{source} is no checkpoint of a known drafter: expected EAGLE-3 of speculators, SpecForge or "
@@ -97,21 +114,32 @@ def to_gguf(
     return Conversion(path, "eagle3", shape.target_layers, inherited)
 
 
+def _mtp_to_gguf(source: Path, target: Path, output: Path, kind: WeightType, whole: bool) -> Conversion:
+    block, model = read_mtp(source), GgufSource(target)
+    if whole:
+        left_out = ("general.architecture",)
+        copied: dict[str, tuple[str, ...]] = {"general.": left_out, "tokenizer.": ()}
+        write_gguf(output, whole_model(block, model), kind=kind, tokenizer=model, copied=copied)
+    else:
+        write_gguf(output, joined(block, model), kind=kind, tokenizer=model)
+    return Conversion(output, "mtp", (model.n_layer,))
+
+
 def to_checkpoint(
     draft: str | os.PathLike[str],
     target: str | os.PathLike[str],
-    folder: str | os.PathLike[str],
+    output: str | os.PathLike[str],
     *,
-    format: Eagle3Format = "speculators",
+    format: Format = "speculators",
 ) -> Conversion:
-    """Convert an EAGLE-3 draft back to a checkpoint, from which a trainer can start.
+    """Convert a draft back to a checkpoint, from which a trainer can start.
 
-    :param draft: a GGUF file of architecture ``eagle3``.
-    :param target: the GGUF file that it drafts for; the token embedding and the head are taken from it where
-        the draft has none.
-    :param folder: the folder to write, with model.safetensors and config.json. Float matrices keep their
-        type, quantised ones become float32.
-    :param format: "speculators", "eagle3" (SpecForge, EAGLE), or "angelslim".
+    :param draft: a GGUF file of architecture ``eagle3``; or of ``mimo2`` with one MTP block, whole or alone.
+    :param target: the GGUF file that it drafts for; the token embedding and the head of an EAGLE-3 checkpoint
+        are taken from it where the draft has none.
+    :param output: the folder to write, with model.safetensors and config.json; with "mtp", the file. Float
+        matrices keep their type, quantised ones become float32.
+    :param format: "speculators", "eagle3" (SpecForge, EAGLE), "angelslim"; or "mtp" for an mtp.safetensors.
     :raises UnsupportedError: the draft is of another kind, or the format cannot say what the draft computes.
     :raises InvalidInputError: the draft is for another target.
     :raises ModelNotFoundError: a file is missing.
@@ -119,14 +147,18 @@ def to_checkpoint(
     :raises MissingPackageError: ``gguf`` is missing.
     :raises OSError: the folder cannot be written.
     """
-    choice("format", format, EAGLE3_FORMATS)
+    choice("format", format, FORMATS)
     source = GgufSource(checked_path("draft", draft))
     model = GgufSource(checked_path("target", target))
-    path = checked_path("folder", folder)
-    if source.arch != "eagle3":
+    path = _output("output", output, source.path, model.path)
+    expected = "mimo2" if format == "mtp" else "eagle3"
+    if source.arch != expected:
         raise UnsupportedError(
-            f"{source.path.name} is of architecture {source.arch}; only eagle3 can be turned back"
+            f"{source.path.name} is of architecture {source.arch}; the format {format} is for {expected}"
         )
-    config, tensors, shape = eagle3.from_gguf(source, model, format)
-    write_checkpoint(path, config, tensors)
+    if format == "mtp":
+        config, tensors = mtp_from_gguf(source, model)
+        return Conversion(write_mtp(path, tensors, config), "mtp", (model.n_layer,))
+    entries, weights, shape = eagle3.from_gguf(source, model, format)
+    write_checkpoint(path, entries, weights)
     return Conversion(path, "eagle3", shape.target_layers)

@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,7 +38,7 @@ from llamatap.convert.eagle3_config import (
 )
 from llamatap.convert.gguf_files import GgufContent, GgufSource
 from llamatap.convert.rope import to_halves, to_neighbours
-from llamatap.convert.tensors import Tensors
+from llamatap.convert.tensors import Tensors, dtype_of, narrowed
 from llamatap.errors import InvalidInputError, UnsupportedError
 
 __all__ = ["from_gguf", "to_content"]
@@ -206,7 +205,7 @@ def from_gguf(
         raise UnsupportedError(
             f"{draft.path.name} has tensors that no EAGLE-3 checkpoint has: {', '.join(others)}"
         )
-    dtype = _dtype_of(draft.type_of("fc.weight"))
+    dtype = dtype_of(draft.type_of("fc.weight"))
     prefix = "midlayer." if form == "eagle3" else "layers.0."
     tensors: dict[str, NDArray[Any]] = {}
     for name, expected in shape.shapes().items():
@@ -224,22 +223,9 @@ def from_gguf(
         if name == "attn_k":
             values = to_halves(values, shape.n_head_kv)
         other = f"{prefix}{_BLOCK[name]}.weight" if name in _BLOCK else f"{_AROUND[name]}.weight"
-        tensors[other] = _narrowed(values, dtype if values.ndim == 1 else _dtype_of(origin.type_of(full)))
+        tensors[other] = narrowed(values, dtype if values.ndim == 1 else dtype_of(origin.type_of(full)))
     ids = np.arange(shape.n_vocab) if d2t is None else d2t
     if d2t is not None or form != "speculators":
         tensors["d2t"] = (ids - np.arange(len(ids))).astype(np.int64)
         tensors["t2d"] = np.isin(np.arange(shape.n_vocab), ids)
     return checkpoint_config(shape, form, target), tensors, shape
-
-
-def _dtype_of(kind: str) -> np.dtype[Any]:
-    known = {"f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
-    found: np.dtype[Any] = known.get(kind, np.dtype(np.float32))
-    return found
-
-
-def _narrowed(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The values in this dtype if it holds them exactly, else as they are."""
-    with np.errstate(over="ignore"):
-        found = values.astype(dtype)
-    return found if np.array_equal(found.astype(np.float32), values) else values

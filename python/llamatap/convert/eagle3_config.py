@@ -7,10 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
-
 from llamatap import layers as layer_ids
-from llamatap.convert.gguf_files import GgufSource
+from llamatap.convert.gguf_files import GgufSource, shortest
 from llamatap.convert.rope import Rope, read_rope, rope_config
 from llamatap.convert.settings import Settings
 from llamatap.errors import InvalidInputError, UnsupportedError
@@ -260,16 +258,11 @@ def gguf_notes(shape: Eagle3Shape, target: GgufSource) -> dict[str, Any]:
     return notes
 
 
-def _shortest(value: float) -> float:
-    """A float32 as the decimal number that it was written from."""
-    return float(str(np.float32(value)))
-
-
 def _rope_of(draft: GgufSource) -> Rope:
     """
     :raises UnsupportedError: the file scales frequencies in a way that no checkpoint tells.
     """
-    base = _shortest(draft.key(".rope.freq_base", 10000.0))
+    base = shortest(draft.key(".rope.freq_base", 10000.0))
     if (note := draft.key(_ROPE_NOTE, None)) is not None:
         try:
             return Rope(**json.loads(note))
@@ -280,7 +273,7 @@ def _rope_of(draft: GgufSource) -> Rope:
             f"{draft.path.name} scales rope by rope_freqs.weight and does not say how it was made"
         )
     kind = draft.key(".rope.scaling.type", "linear")
-    factor = _shortest(draft.key(".rope.scaling.factor", 0.0))
+    factor = shortest(draft.key(".rope.scaling.factor", 0.0))
     if kind == "linear" and factor not in (0.0, 1.0):
         return Rope(base, "linear", factor)
     if kind not in ("linear", "none") and factor not in (0.0, 1.0):
@@ -309,7 +302,7 @@ def read_gguf(draft: GgufSource, target: GgufSource) -> Eagle3Shape:
         n_vocab=draft.n_vocab,
         n_draft_vocab=len(draft.values("d2t")) if "d2t" in draft.names else draft.n_vocab,
         n_ctx=int(draft.key(".context_length")),
-        eps=_shortest(draft.key(".attention.layer_norm_rms_epsilon")),
+        eps=shortest(draft.key(".attention.layer_norm_rms_epsilon")),
         rope=_rope_of(draft),
         norm_before_residual=bool(draft.key(".norm_before_residual", False)),
         norm_before_fc=bool(draft.key(".norm_before_fc", False)),

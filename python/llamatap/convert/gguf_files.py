@@ -19,7 +19,7 @@ from llamatap.storage.model_files import shard_paths
 if TYPE_CHECKING:
     import gguf
 
-__all__ = ["TYPES", "GgufContent", "GgufSource", "RawTensor", "WeightType", "write_gguf"]
+__all__ = ["TYPES", "GgufContent", "GgufSource", "RawTensor", "WeightType", "shortest", "write_gguf"]
 
 #: Type of the matrices in a written file.
 WeightType: TypeAlias = Literal["f32", "f16", "bf16", "q8_0"]
@@ -154,6 +154,11 @@ class GgufSource:
         return int(self.key(".vocab_size"))
 
 
+def shortest(value: float) -> float:
+    """A float32 as the decimal number that it was written from."""
+    return float(str(np.float32(value)))
+
+
 def _is_quantised(kind: int) -> bool:
     """Whether a type packs several values into blocks."""
     import gguf
@@ -227,8 +232,8 @@ def write_gguf(
     """Write a GGUF file atomically.
 
     :param tokenizer: the model whose tokenizer is copied.
-    :param copied: prefixes of keys that are copied from it, and what the names of others that are left out
-        begin with; None for the tokenizer without its chat templates.
+    :param copied: prefixes of all keys that are copied from it, and what the names of those begin with that
+        are left out; None for the tokenizer without its chat templates.
     :raises InvalidInputError: a value is beyond float16.
     :raises OSError: it cannot be written.
     """
@@ -243,7 +248,8 @@ def write_gguf(
     with atomic_path(path) as scratch:
         writer = gguf.GGUFWriter(scratch, content.arch)
         try:
-            writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[kind]])
+            if copied is None:
+                writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[kind]])
             if any(_is_quantised(one.type) for one in encoded.values()):
                 writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
             for key, value in content.keys.items():

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from llamatap.convert.checkpoint_files import FLOATS
 from llamatap.errors import InvalidInputError
 
-__all__ = ["Tensors"]
+__all__ = ["Tensors", "dtype_of", "narrowed"]
 
 
 class Tensors:
@@ -63,3 +64,17 @@ class Tensors:
         """
         if self._absent:
             raise InvalidInputError(f"the checkpoint lacks {', '.join(self._absent)}")
+
+
+def dtype_of(kind: str) -> np.dtype[Any]:
+    """The dtype of a float type of GGUF; float32 for quantised ones."""
+    known = {"f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
+    found: np.dtype[Any] = known.get(kind, np.dtype(np.float32))
+    return found
+
+
+def narrowed(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """The values in this dtype if it holds them exactly, else as they are."""
+    with np.errstate(over="ignore"):
+        found = values.astype(dtype)
+    return found if np.array_equal(found.astype(np.float32), values) else values
