@@ -53,6 +53,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="NAME",
         help="leave out a tensor or a setting; repeatable",
     )
+    parser.add_argument(
+        "--verifier",
+        metavar="NAME",
+        help="with --to speculators: name or folder of the model as transformers has it, for config.json",
+    )
     parser.set_defaults(run=run)
 
 
@@ -69,8 +74,16 @@ def run(arguments: argparse.Namespace) -> int:
         )
         if any(others):
             raise InvalidInputError("--to takes none of --type, --layers, --own-embedding, --ignore, --whole")
-        done = to_checkpoint(arguments.source, arguments.target, arguments.output, format=arguments.to)
+        done = to_checkpoint(
+            arguments.source,
+            arguments.target,
+            arguments.output,
+            format=arguments.to,
+            verifier=arguments.verifier,
+        )
     else:
+        if arguments.verifier is not None:
+            raise InvalidInputError("--verifier needs --to speculators")
         done = to_gguf(
             arguments.source,
             arguments.target,

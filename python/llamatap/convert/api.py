@@ -131,6 +131,7 @@ def to_checkpoint(
     output: str | os.PathLike[str],
     *,
     format: Format = "speculators",
+    verifier: str | None = None,
 ) -> Conversion:
     """Convert a draft back to a checkpoint, from which a trainer can start.
 
@@ -140,6 +141,8 @@ def to_checkpoint(
     :param output: the folder to write, with model.safetensors and config.json; with "mtp", the file. Float
         matrices keep their type, quantised ones become float32.
     :param format: "speculators", "eagle3" (SpecForge, EAGLE), "angelslim"; or "mtp" for an mtp.safetensors.
+    :param verifier: name or folder of the target as transformers has it, for config.json of "speculators":
+        its model class loads it. None leaves it open.
     :raises UnsupportedError: the draft is of another kind, or the format cannot say what the draft computes.
     :raises InvalidInputError: the draft is for another target.
     :raises ModelNotFoundError: a file is missing.
@@ -151,6 +154,8 @@ def to_checkpoint(
     source = GgufSource(checked_path("draft", draft))
     model = GgufSource(checked_path("target", target))
     path = _output("output", output, source.path, model.path)
+    if verifier is not None and format != "speculators":
+        raise InvalidInputError(f"verifier is for the format speculators, not for {format}")
     expected = "mimo2" if format == "mtp" else "eagle3"
     if source.arch != expected:
         raise UnsupportedError(
@@ -159,6 +164,6 @@ def to_checkpoint(
     if format == "mtp":
         config, tensors = mtp_from_gguf(source, model)
         return Conversion(write_mtp(path, tensors, config), "mtp", (model.n_layer,))
-    entries, weights, shape = eagle3.from_gguf(source, model, format)
+    entries, weights, shape = eagle3.from_gguf(source, model, format, verifier)
     write_checkpoint(path, entries, weights)
     return Conversion(path, "eagle3", shape.target_layers)

@@ -190,7 +190,7 @@ def _check_inherited(
 
 
 def from_gguf(
-    draft: GgufSource, target: GgufSource, form: Eagle3Format
+    draft: GgufSource, target: GgufSource, form: Eagle3Format, verifier: str | None = None
 ) -> tuple[dict[str, Any], dict[str, NDArray[Any]], Eagle3Shape]:
     """The config.json and the tensors of a GGUF file of architecture ``eagle3``.
 
@@ -228,4 +228,4 @@ def from_gguf(
     if d2t is not None or form != "speculators":
         tensors["d2t"] = (ids - np.arange(len(ids))).astype(np.int64)
         tensors["t2d"] = np.isin(np.arange(shape.n_vocab), ids)
-    return checkpoint_config(shape, form, target), tensors, shape
+    return checkpoint_config(shape, form, target, verifier), tensors, shape

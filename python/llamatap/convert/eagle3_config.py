@@ -312,7 +312,9 @@ def read_gguf(draft: GgufSource, target: GgufSource) -> Eagle3Shape:
     return shape
 
 
-def checkpoint_config(shape: Eagle3Shape, form: Eagle3Format, target: GgufSource) -> dict[str, Any]:
+def checkpoint_config(
+    shape: Eagle3Shape, form: Eagle3Format, target: GgufSource, verifier: str | None
+) -> dict[str, Any]:
     """The config.json of a checkpoint.
 
     :raises UnsupportedError: the format has no entry for a setting.
@@ -345,7 +347,7 @@ def checkpoint_config(shape: Eagle3Shape, form: Eagle3Format, target: GgufSource
                 "algorithm": "eagle3",
                 "default_proposal_method": "greedy",
                 "proposal_methods": [method],
-                "verifier": {"name_or_path": None, "architectures": []},
+                "verifier": {"name_or_path": verifier, "architectures": []},
             },
             "transformer_layer_config": block,
             "eagle_aux_hidden_state_layer_ids": ids,

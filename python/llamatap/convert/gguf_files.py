@@ -28,6 +28,7 @@ TYPES: tuple[WeightType, ...] = ("f32", "f16", "bf16", "q8_0")
 KeyValue: TypeAlias = "int | float | bool | str | list[int] | list[bool]"
 
 _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+_VERSION_KEY = "general.quantization_version"
 _REQUIRED: Any = object()
 
 
@@ -250,7 +251,8 @@ def write_gguf(
         try:
             if copied is None:
                 writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[kind]])
-            if any(_is_quantised(one.type) for one in encoded.values()):
+            is_copied = copied is not None and tokenizer.key(_VERSION_KEY, None) is not None
+            if not is_copied and any(_is_quantised(one.type) for one in encoded.values()):
                 writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
             for key, value in content.keys.items():
                 _add(writer, f"{content.arch}.{key}", value)
