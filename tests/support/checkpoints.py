@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from support.tiny import TinyLlama
 
-from reference import mtp_checkpoint
+from reference import dflash, mtp_checkpoint
 from reference.eagle3_checkpoint import Block
 
 #: A llama3 scaling under which frequencies of a head of 16 are of all three kinds.
@@ -280,4 +280,185 @@ class MtpCheckpoint:
             self.eps,
             weights["token_embd.weight"],
             weights["output.weight"],
+        )
+
+
+@dataclass
+class DFlashCheckpoint:
+    """A DFlash or DSpark checkpoint of the format "speculators" or "specforge".
+
+    :ivar markov: rank of DSpark's head from token to token; 0: DFlash.
+    :ivar confidence: DSpark's confidence head; ``with_markov`` whether it sees the token before.
+    :ivar anchor: None for the default of speculators.
+    :ivar n_draft_vocab: rows of the head, in the format of speculators; None leaves the head to the target.
+    """
+
+    format: str = "specforge"
+    layers: tuple[int, ...] = (1, 2, 3)
+    n_layer: int = 2
+    n_embd: int = 64
+    n_ff: int = 96
+    n_head: int = 4
+    n_head_kv: int = 2
+    head_width: int = 16
+    n_vocab: int = 259
+    n_draft_vocab: int | None = None
+    embedding: bool = False
+    block_size: int = 6
+    markov: int = 0
+    confidence: bool = False
+    with_markov: bool = True
+    anchor: bool | None = None
+    rope_base: float = 1e5
+    eps: float = 1e-5
+    mask: int = 258
+    seed: int = 0
+    tensors: dict[str, NDArray[Any]] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed)
+        n, q, kv = self.n_embd, self.n_head * self.head_width, self.n_head_kv * self.head_width
+        rows = self.n_draft_vocab or self.n_vocab
+        weights = {
+            "fc": _matrix(rng, n, n * len(self.layers)),
+            "hidden_norm": _gain(rng, n),
+            "norm": _gain(rng, n),
+        }
+        for index in range(self.n_layer):
+            inner = {
+                "input_layernorm": _gain(rng, n),
+                "post_attention_layernorm": _gain(rng, n),
+                "self_attn.q_proj": _matrix(rng, q, n),
+                "self_attn.k_proj": _matrix(rng, kv, n),
+                "self_attn.v_proj": _matrix(rng, kv, n),
+                "self_attn.o_proj": _matrix(rng, n, q),
+                "self_attn.q_norm": _gain(rng, self.head_width),
+                "self_attn.k_norm": _gain(rng, self.head_width),
+                "mlp.gate_proj": _matrix(rng, self.n_ff, n),
+                "mlp.up_proj": _matrix(rng, self.n_ff, n),
+                "mlp.down_proj": _matrix(rng, n, self.n_ff),
+            }
+            weights |= {f"layers.{index}.{name}": values for name, values in inner.items()}
+        if self.n_draft_vocab is not None:
+            weights["lm_head"] = _matrix(rng, rows, n) * 4
+        if self.embedding:
+            weights["embed_tokens"] = _matrix(rng, self.n_vocab, n) * 8
+        if self.markov:
+            weights["markov_head.markov_w1"] = _matrix(rng, self.n_vocab, self.markov) * 6
+            weights["markov_head.markov_w2"] = _matrix(rng, rows, self.markov)
+        if self.confidence:
+            columns = n + (self.markov if self.with_markov else 0)
+            weights["confidence_head.proj"] = _matrix(rng, 1, columns)
+        self.tensors = {f"{name}.weight": values for name, values in weights.items()}
+        if self.confidence:
+            self.tensors["confidence_head.proj.bias"] = rng.standard_normal(1, np.float32)
+        if self.n_draft_vocab is not None:
+            ids = np.sort(rng.choice(np.arange(3, self.n_vocab), rows, replace=False)).astype(np.int64)
+            self.tensors["d2t"] = ids - np.arange(rows)
+        self.config = self._config()
+
+    @property
+    def first_place(self) -> int:
+        """The place of a block that gives its first token."""
+        default = self.format == "speculators" and self.markov > 0
+        return 0 if (default if self.anchor is None else self.anchor) else 1
+
+    def _config(self) -> dict[str, Any]:
+        block = {
+            "model_type": "qwen3",
+            "vocab_size": self.n_vocab,
+            "hidden_size": self.n_embd,
+            "intermediate_size": self.n_ff,
+            "num_hidden_layers": self.n_layer,
+            "num_attention_heads": self.n_head,
+            "num_key_value_heads": self.n_head_kv,
+            "head_dim": self.head_width,
+            "rms_norm_eps": self.eps,
+            "max_position_embeddings": 512,
+            "layer_types": ["full_attention"] * self.n_layer,
+            "rope_parameters": {"rope_theta": self.rope_base, "rope_type": "default"},
+        }
+        heads = {
+            "markov_rank": self.markov,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": self.confidence,
+            "confidence_head_with_markov": self.with_markov,
+        }
+        if self.format == "speculators":
+            return {
+                "speculators_model_type": "dspark" if self.markov else "dflash",
+                "transformer_layer_config": block,
+                "draft_vocab_size": self.n_draft_vocab or self.n_vocab,
+                "block_size": self.block_size,
+                "mask_token_id": self.mask,
+                "aux_hidden_state_layer_ids": list(self.layers),
+                "sliding_window_non_causal": False,
+                **({} if self.anchor is None else {"sample_from_anchor": self.anchor}),
+                **(heads if self.markov else {}),
+            }
+        inner = {
+            "target_layer_ids": [one - 1 for one in self.layers],
+            "mask_token_id": self.mask,
+            **({"projector_type": "dspark", "attention_mode": "gqa", **heads} if self.markov else {}),
+        }
+        name = "DSparkDraftModel" if self.markov else "DFlashDraftModel"
+        return {
+            **block,
+            "architectures": [name],
+            "block_size": self.block_size,
+            "num_target_layers": 4,
+            "dflash_config": inner,
+        }
+
+    def write(self, folder: Path) -> Path:
+        """Write the checkpoint's folder."""
+        return write_checkpoint(folder, self.config, self.tensors)
+
+    def weights(self, tiny: TinyLlama) -> dflash.Weights:
+        """The oracle's view of it, beside its target."""
+        names = {
+            "fc": "fc",
+            "hidden_norm": "enc.output_norm",
+            "norm": "output_norm",
+            "lm_head": "output",
+            "embed_tokens": "token_embd",
+            "markov_head.markov_w1": "markov_w1",
+            "markov_head.markov_w2": "markov_w2",
+            "confidence_head.proj": "conf_proj",
+        }
+        inner = {
+            "input_layernorm": "attn_norm",
+            "post_attention_layernorm": "ffn_norm",
+            "self_attn.o_proj": "attn_output",
+            **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+            **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"},
+            **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+        }
+        for index in range(self.n_layer):
+            names |= {f"layers.{index}.{ours}": f"blk.{index}.{theirs}" for ours, theirs in inner.items()}
+        tensors: dict[str, NDArray[Any]] = {
+            "token_embd.weight": tiny.weights["token_embd.weight"].astype(np.float64),
+            "output.weight": tiny.weights["output.weight"].astype(np.float64),
+        }
+        for name, values in self.tensors.items():
+            if name != "d2t":
+                stem, _, last = name.rpartition(".")
+                tensors[f"{names[stem]}.{last}"] = values.astype(np.float64)
+        if "d2t" in self.tensors:
+            tensors["d2t"] = np.array([row + offset for row, offset in enumerate(self.tensors["d2t"])])
+        if self.confidence and not self.with_markov:
+            # Nothing of the token before.
+            none = np.zeros((1, self.markov))
+            tensors["conf_proj.weight"] = np.concatenate([tensors["conf_proj.weight"], none], axis=1)
+        return dflash.Weights(
+            tensors,
+            self.n_layer,
+            self.n_head,
+            self.n_head_kv,
+            self.rope_base,
+            self.eps,
+            self.mask,
+            False,
+            self.first_place,
         )

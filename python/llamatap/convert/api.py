@@ -12,6 +12,7 @@ from llamatap._validate import choice, flag, shown
 from llamatap._validate import path as checked_path
 from llamatap.convert import eagle3
 from llamatap.convert.checkpoint_files import read_checkpoint, write_checkpoint
+from llamatap.convert.dflash import dflash_content, is_dflash
 from llamatap.convert.eagle3_config import EAGLE3_FORMATS, Eagle3Format, format_of
 from llamatap.convert.gguf_files import TYPES, GgufSource, WeightType, write_gguf
 from llamatap.convert.mtp import joined, mtp_from_gguf, whole_model
@@ -30,7 +31,7 @@ class Conversion:
     """Result of a conversion.
 
     :ivar path: the written file or folder.
-    :ivar kind: "eagle3" or "mtp".
+    :ivar kind: "eagle3", "dflash" or "mtp".
     :ivar target_layers: the i of the H_i that the drafter takes.
     :ivar inherited: matrices that a draft file does not have, as they are the target's.
     """
@@ -63,18 +64,19 @@ def to_gguf(
     programs draft with.
 
     :param checkpoint: a folder with config.json and weights: EAGLE-3 of speculators, of SpecForge and EAGLE
-        (``LlamaForCausalLMEagle3``), of AngelSlim (``Eagle3LlamaForCausalLM``). Weights are safetensors, or
-        ``pytorch_model.bin``, which needs PyTorch. Or an ``mtp.safetensors``
-        (:mod:`llamatap.convert.mtp_block`).
+        (``LlamaForCausalLMEagle3``), of AngelSlim (``Eagle3LlamaForCausalLM``); DFlash and DSpark of
+        speculators and SpecForge. Weights are safetensors, or ``pytorch_model.bin``, which needs PyTorch. Or
+        an ``mtp.safetensors`` (:mod:`llamatap.convert.mtp_block`).
     :param target: the GGUF file that it drafts for. The tokenizer is taken from it, and widths are compared.
     :param output: the file to write. It appears whole, or not at all.
     :param type: type of the drafter's matrices: "f32", "f16", "bf16", "q8_0" (rows that are no multiple of 32
         are float16). Norms are float32.
     :param target_layers: the i of the H_i that it was trained on, where the checkpoint does not say so, or
-        wrongly. EAGLE-3 only.
+        wrongly. Not for MTP blocks.
     :param embedding: "auto" leaves out a token embedding, or a head, that equals the target's: the draft then
-        uses the target's. "own" keeps it. EAGLE-3 only.
-    :param ignore: names of tensors and settings to leave out, which would be refused otherwise. EAGLE-3 only.
+        uses the target's. "own" keeps it. Not for MTP blocks.
+    :param ignore: names of tensors and settings to leave out, which would be refused otherwise. Not for MTP
+        blocks.
     :param whole: write the target too, rewritten as ``mimo2``, with the MTP block behind it, for programs
         that take the block from the model's file. The target's matrices keep their types.
     :raises UnsupportedError: the engine's graph does not compute with tensors or settings of the checkpoint,
@@ -94,24 +96,24 @@ def to_gguf(
     path = _output("output", output, target_path, source)
     if is_mtp_file(source):
         if target_layers is not None or ignore or embedding != "auto":
-            raise InvalidInputError("target_layers, embedding and ignore are for EAGLE-3, not for MTP blocks")
+            raise InvalidInputError("target_layers, embedding and ignore are not for MTP blocks")
         return _mtp_to_gguf(source, target_path, path, type, flag("whole", whole))
     if flag("whole", whole):
         raise InvalidInputError(f"whole is for an MTP block (.safetensors), not for {source}")
     found = read_checkpoint(source)
     model = GgufSource(target_path)
-    if format_of(found.config) is None:
+    is_block = is_dflash(found.config)
+    if not is_block and format_of(found.config) is None:
         raise UnsupportedError(
             f"{source} is no checkpoint of a known drafter: expected EAGLE-3 of speculators, SpecForge or "
-            f"AngelSlim; found architectures {shown(found.config.get('architectures'))}, "
+            f"AngelSlim, DFlash or DSpark; found architectures {shown(found.config.get('architectures'))}, "
             f"speculators_model_type {shown(found.config.get('speculators_model_type'))}"
         )
-    content, shape = eagle3.to_content(
-        found, model, target_layers=target_layers, embedding=embedding, ignored=ignore
-    )
+    make = dflash_content if is_block else eagle3.to_content
+    content, shape = make(found, model, target_layers=target_layers, embedding=embedding, ignored=ignore)
     write_gguf(path, content, kind=type, tokenizer=model)
     inherited = tuple(one for one in ("token_embd.weight", "output.weight") if one not in content.tensors)
-    return Conversion(path, "eagle3", shape.target_layers, inherited)
+    return Conversion(path, content.arch, shape.target_layers, inherited)
 
 
 def _mtp_to_gguf(source: Path, target: Path, output: Path, kind: WeightType, whole: bool) -> Conversion:

@@ -39,6 +39,7 @@ from llamatap.convert.eagle3_config import (
 from llamatap.convert.gguf_files import GgufContent, GgufSource
 from llamatap.convert.rope import to_halves, to_neighbours
 from llamatap.convert.tensors import Tensors, dtype_of, narrowed
+from llamatap.convert.vocabulary import absolute_ids, equals_target
 from llamatap.errors import InvalidInputError, UnsupportedError
 
 __all__ = ["from_gguf", "to_content"]
@@ -63,51 +64,6 @@ _AROUND = {
     "output": "lm_head",
     "token_embd": "embed_tokens",
 }
-
-
-def _absolute_ids(tensors: Tensors, shape: Eagle3Shape) -> NDArray[np.int64] | None:
-    """The target's id of each row of the head; None where all are there in order.
-
-    :raises InvalidInputError: d2t or t2d is missing, is no such table, or they disagree.
-    """
-    ids = np.arange(shape.n_draft_vocab, dtype=np.int64)
-    if "d2t" in tensors:
-        offsets = tensors["d2t"]
-        if offsets.shape != ids.shape or not np.issubdtype(offsets.dtype, np.integer):
-            raise InvalidInputError(
-                f"d2t is {list(offsets.shape)} of {offsets.dtype}, expected [{len(ids)}] of int64 "
-                "(draft_vocab_size)"
-            )
-        ids = ids + offsets
-        if ids.min() < 0 or ids.max() >= shape.n_vocab or len(np.unique(ids)) < len(ids):
-            raise InvalidInputError(
-                f"d2t does not lead to distinct tokens of {shape.n_vocab}: it must hold offsets, so that row "
-                "i of the head is token i + d2t[i]"
-            )
-    elif shape.n_draft_vocab != shape.n_vocab:
-        raise InvalidInputError(
-            f"the checkpoint lacks d2t, and its head has {shape.n_draft_vocab} rows for {shape.n_vocab} "
-            "tokens"
-        )
-    if "t2d" in tensors:
-        mask = tensors["t2d"]
-        expected = np.zeros(shape.n_vocab, bool)
-        expected[ids] = True
-        if mask.shape != expected.shape or not np.array_equal(mask.astype(bool), expected):
-            raise InvalidInputError(
-                "t2d and d2t disagree: t2d must be true for the tokens that d2t leads to, alone"
-            )
-    return None if len(ids) == shape.n_vocab and np.array_equal(ids, np.arange(len(ids))) else ids
-
-
-def _equals_target(values: NDArray[Any], target: GgufSource, name: str) -> bool:
-    """Whether a matrix of the checkpoint is the target's, in the checkpoint's dtype."""
-    if name not in target.names:
-        name = "token_embd.weight"
-    if name not in target.names or target.n_embd != values.shape[-1]:
-        return False
-    theirs = target.values(name)
-    return theirs.shape == values.shape and np.array_equal(theirs.astype(values.dtype), values)
 
 
 def to_content(
@@ -144,7 +100,7 @@ def to_content(
         raise UnsupportedError(f"the engine's EAGLE-3 graph does not compute with {', '.join(refused)}")
 
     content: dict[str, NDArray[Any]] = {}
-    ids = _absolute_ids(tensors, shape)
+    ids = absolute_ids(tensors, shape.n_draft_vocab, shape.n_vocab)
     for name, expected in shape.shapes().items():
         optional = name in ("token_embd", "output")
         if (name == "enc.output_norm" and not shape.norm_before_fc) or (
@@ -155,7 +111,7 @@ def to_content(
         if values is None:
             continue
         shared = optional and embedding == "auto" and (name == "token_embd" or ids is None)
-        if shared and _equals_target(checkpoint.tensors[source(name)], target, f"{name}.weight"):
+        if shared and equals_target(checkpoint.tensors[source(name)], target, f"{name}.weight"):
             continue
         if name == "attn_q":
             values = to_neighbours(values, shape.n_head)

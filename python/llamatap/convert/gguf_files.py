@@ -259,7 +259,7 @@ def write_gguf(
             for key, value in content.notes.items():
                 _add(writer, key, value)
             for prefix, left_out in (copied or {"tokenizer.": ("tokenizer.chat_template",)}).items():
-                copy_keys(tokenizer, writer, prefix, left_out)
+                copy_keys(tokenizer, writer, prefix, (*left_out, *content.notes))
             for name, one in encoded.items():
                 writer.add_tensor(name, one.data, raw_dtype=gguf.GGMLQuantizationType(one.type))
             writer.write_header_to_file()

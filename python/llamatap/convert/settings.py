@@ -86,6 +86,13 @@ class Settings:
             raise self._wrong(key, "an integer above 0", found)
         return int(found)
 
+    def count(self, key: str, default: Any = _REQUIRED) -> int:
+        """An integer from 0 on."""
+        found = self._take(key, default)
+        if type(found) is not int or not 0 <= found < 2**31:
+            raise self._wrong(key, "an integer from 0 on", found)
+        return int(found)
+
     def number(self, key: str, default: Any = _REQUIRED) -> float:
         """A number above 0."""
         found = self._take(key, default)

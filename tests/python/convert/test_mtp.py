@@ -307,7 +307,7 @@ def test_files_that_are_no_blocks(target: Path, tmp_path: Path) -> None:
     with pytest.raises(lt.ModelLoadError, match="not a readable safetensors file"):
         to_gguf(path, target, draft)
     MtpCheckpoint(TINY).write(path)
-    with pytest.raises(lt.InvalidInputError, match="are for EAGLE-3"):
+    with pytest.raises(lt.InvalidInputError, match="are not for MTP blocks"):
         to_gguf(path, target, draft, target_layers=[1, 2, 3])
     with pytest.raises(lt.InvalidInputError, match="whole is for an MTP block"):
         to_gguf(tmp_path, target, draft, whole=True)

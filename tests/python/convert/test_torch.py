@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from support.checkpoints import Eagle3Checkpoint
 from support.tiny import TinyLlama
 
@@ -24,7 +26,7 @@ def test_a_file_of_pytorch_is_read_as_safetensors_are(dtype: str, tmp_path: Path
     first = to_gguf(folder, target, tmp_path / "first.gguf", type="f32").path
     (folder / "model.safetensors").unlink()
 
-    def tensor(values: np.ndarray) -> object:  # type: ignore[type-arg]
+    def tensor(values: NDArray[Any]) -> object:
         if values.dtype == ml_dtypes.bfloat16:
             return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(values)
