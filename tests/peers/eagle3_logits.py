@@ -5,7 +5,7 @@
 FOLDER/checkpoint is the checkpoint, FOLDER/inputs.npz has `features` [n, 3 * width] float32 and `tokens` [n]:
 the pair of row p is (tokens[p], features[p]). n is a multiple of 128, the block of its attention.
 FOLDER/found.npz gets `logits` [steps, n, rows of the head]: row p of step k is after the pairs 0..p and k
-pairs more, of tokens[p + 1], ... and the states that the block gave.
+pairs more, of tokens[p + 1], ... and the states that the block gave. FOLDER/saved is what the class saves.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def main(folder: Path) -> None:
             ttt_steps=STEPS,
         )
     np.savez(folder / "found.npz", logits=np.stack(found))
+    model.save_pretrained(folder / "saved")
 
 
 if __name__ == "__main__":

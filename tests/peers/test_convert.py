@@ -70,6 +70,15 @@ def computed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("name", "back"), CASES)
+def test_what_the_class_saves_is_the_same_drafter(
+    name: str, back: bool, computed: Path, tmp_path: Path
+) -> None:
+    folder = computed / f"{name} {back}"
+    done = to_gguf(folder / "saved", folder / "target.gguf", tmp_path / "draft.gguf", type="f32")
+    assert done.path.read_bytes() == (folder / "draft.gguf").read_bytes()
+
+
+@pytest.mark.parametrize(("name", "back"), CASES)
 def test_logits_are_those_of_speculators_own_class(name: str, back: bool, computed: Path) -> None:
     folder = computed / f"{name} {back}"
     with np.load(folder / "inputs.npz") as given, np.load(folder / "found.npz") as result:

@@ -119,7 +119,8 @@ def to_gguf(
 def _mtp_to_gguf(source: Path, target: Path, output: Path, kind: WeightType, whole: bool) -> Conversion:
     block, model = read_mtp(source), GgufSource(target)
     if whole:
-        left_out = ("general.architecture",)
+        # The alignment is that of the tensors in the file, which are written anew.
+        left_out = ("general.architecture", "general.alignment")
         copied: dict[str, tuple[str, ...]] = {"general.": left_out, "tokenizer.": ()}
         write_gguf(output, whole_model(block, model), kind=kind, tokenizer=model, copied=copied)
     else:

@@ -119,18 +119,19 @@ class GgufSource:
         """Type of a tensor, in lower case: "f32", "q4_1"."""
         return str(self._tensors[name].tensor_type.name).lower()
 
-    def values(self, name: str) -> NDArray[Any]:
-        """Values of a tensor: float32, dequantised if need be; integers as they are.
+    def values(self, name: str, first: int = 0, end: int | None = None) -> NDArray[Any]:
+        """Values of a tensor, or of some of its rows: float32, dequantised if need be; integers as they are.
 
         :raises InvalidInputError: the file has no such tensor.
         """
         import gguf
 
         raw = self.raw(name)
-        if raw.data.dtype != np.uint8 and np.issubdtype(raw.data.dtype, np.integer):
-            return np.array(raw.data)
+        rows = raw.data[first:end]
+        if rows.dtype != np.uint8 and np.issubdtype(rows.dtype, np.integer):
+            return np.array(rows)
         kind = gguf.GGMLQuantizationType(raw.type)
-        return np.ascontiguousarray(gguf.dequantize(raw.data, kind), np.float32)
+        return np.ascontiguousarray(gguf.dequantize(rows, kind), np.float32)
 
     @property
     def name(self) -> str:

@@ -8,8 +8,8 @@ weights, which compute the same. What the engine reads is in its src/models/mimo
 - NEOX rope, so that rows of q and k of a llama file are brought back to halves; whole rows move, which also
   quantised matrices allow.
 - q, k and v of the block in one matrix.
-- At least one block with a sliding window, even where no block has a window: the first of the target, with a
-  window of the whole context.
+- At least one block with a sliding window, even where no block has one: the first of the target, with a
+  window that is longer than any context.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ _NAMES = {
     "shared_head.norm": "nextn.shared_head_norm",
 }
 _QKV = tuple(f"self_attn.{part}_proj.weight" for part in "qkv")
+
+# Times the number of sequences it must fit 32 bits.
+_WINDOW = 1 << 20
 
 #: Keys of a llama model that a rewritten one has as well, or whose effect the tensors show.
 _LLAMA_KEYS = frozenset(
@@ -137,7 +140,7 @@ def _keys(config: MtpConfig, n_layer: int, n_ctx: int) -> dict[str, Any]:
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "attention.sliding_window": n_ctx,
+        "attention.sliding_window": max(n_ctx, _WINDOW),
         "attention.sliding_window_pattern": [index == 0 for index in range(n_layer)] + [False],
         "rope.dimension_count": config.head_dim,
         "rope.freq_base": config.rope_theta,
@@ -192,9 +195,9 @@ def _check_llama(target: GgufSource) -> None:
     refused = sorted(set(target.names) - known)
     for full, entry in target.keys("llama."):
         key = full.removeprefix("llama.")
-        if key in _LLAMA_KEYS:
-            continue
         value = entry.contents()
+        if key in _LLAMA_KEYS and not isinstance(value, list):
+            continue
         neutral = (0, False) if not key.startswith("rope.scal") else (0, 1, "none", "linear")
         if value not in neutral:
             refused.append(f"{full} = {value!r}")

@@ -1,7 +1,8 @@
 """mtp.safetensors: the weights of one block of multi-token prediction, trained for a model born without.
 
-The file has the block's own weights alone; token embedding and output head are the target's. With e the
-embedding of token[p], and h the target's ``H_n`` of position p-1, before its last norm (zeros for p = 0):
+The file has the block's own weights alone; token embedding and output head are the target's. With e the row
+of token[p] in the token embedding, before any scaling of the architecture, and h the target's ``H_n`` of
+position p-1, before its last norm (zeros for p = 0):
 
     x = eh_proj [enorm(e), hnorm(h)],    s = block(x),    logits = head(shared_head.norm(s))
 

@@ -54,10 +54,6 @@ class Tensors:
             raise InvalidInputError(f"{name} has values that are not finite")
         return full
 
-    def others(self) -> list[str]:
-        """Names of the tensors that were not taken."""
-        return sorted(self._tensors.keys() - self._taken)
-
     def check(self) -> None:
         """
         :raises InvalidInputError: tensors were missing.

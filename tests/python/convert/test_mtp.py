@@ -171,6 +171,30 @@ def test_a_whole_model_computes_the_same(
             loop.verify(drafts, rng)
 
 
+class Aligned(TinyLlama):
+    """A file that aligns its tensors otherwise."""
+
+    def add_keys(self, writer: gguf.GGUFWriter) -> None:
+        writer.add_custom_alignment(256)
+
+
+def test_a_whole_model_from_a_file_of_another_alignment(tmp_path: Path, rng: np.random.Generator) -> None:
+    target = Aligned().write(tmp_path / "target.gguf")
+    path = MtpCheckpoint(TINY).write(tmp_path / "mtp.safetensors")
+    whole = to_gguf(path, target, tmp_path / "whole.gguf", type="f32", whole=True).path
+    with lt.Model(target) as old, lt.Model(whole) as new:
+        tokens = random_tokens(rng, old, 50)
+        assert relative(all_logits(new, tokens), all_logits(old, tokens)) < 2e-6
+
+
+def test_no_window_takes_memory(target: Path, tmp_path: Path) -> None:
+    """The window of a block that is not there, and is longer than any context."""
+    path = MtpCheckpoint(TINY).write(tmp_path / "mtp.safetensors")
+    with lt.Model(target) as model, model.context(n_ctx=4096, n_seq_max=4, kv_unified=True) as context:
+        spec = lt.SpeculativeContext(context, path)
+        assert spec.n_ctx == 4096
+
+
 def test_the_whole_model_is_that_of_the_formulas(
     target: Path, tmp_path: Path, rng: np.random.Generator
 ) -> None:
