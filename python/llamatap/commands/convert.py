@@ -89,22 +89,13 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.target,
             arguments.output,
             type=arguments.type or "f16",
-            target_layers=_numbers(arguments.layers),
+            target_layers=None if arguments.layers is None else layer_ids(arguments.layers),
             embedding="own" if arguments.own_embedding else "auto",
             ignore=arguments.ignore,
             whole=arguments.whole,
         )
     print(_told(done))
     return 0
-
-
-def _numbers(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    layers = layer_ids(text)
-    if any(isinstance(one, str) or one < 0 for one in layers):
-        raise InvalidInputError(f"--layers: expected layers from 0 on, found {text}")
-    return [int(one) for one in layers]
 
 
 def _told(done: Conversion) -> str:

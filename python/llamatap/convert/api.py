@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -18,6 +18,7 @@ from llamatap.convert.gguf_files import TYPES, GgufSource, WeightType, write_ggu
 from llamatap.convert.mtp import joined, mtp_from_gguf, whole_model
 from llamatap.convert.mtp_block import is_mtp_file, read_mtp, write_mtp
 from llamatap.errors import InvalidInputError, UnsupportedError
+from llamatap.layers import LayerId, normalize
 
 __all__ = ["FORMATS", "Conversion", "Format", "to_checkpoint", "to_gguf"]
 
@@ -49,13 +50,26 @@ def _output(name: str, output: str | os.PathLike[str], *sources: Path) -> Path:
     return path
 
 
+def _checked_layers(ids: Iterable[LayerId] | None, n_layer: int) -> list[int] | None:
+    """The i of the H_i that a caller names.
+
+    :raises InvalidInputError: one is out of range, or norm(H_n).
+    """
+    if ids is None:
+        return None
+    found = normalize(ids, n_layer)
+    if "norm" in found:
+        raise InvalidInputError(f'target_layers: drafters take an H_i, 0..{n_layer}, not "norm"')
+    return [int(one) for one in found]
+
+
 def to_gguf(
     checkpoint: str | os.PathLike[str],
     target: str | os.PathLike[str],
     output: str | os.PathLike[str],
     *,
     type: WeightType = "f16",
-    target_layers: Sequence[int] | None = None,
+    target_layers: Iterable[LayerId] | None = None,
     embedding: Literal["auto", "own"] = "auto",
     ignore: Collection[str] = (),
     whole: bool = False,
@@ -110,7 +124,8 @@ def to_gguf(
             f"speculators_model_type {shown(found.config.get('speculators_model_type'))}"
         )
     make = dflash_content if is_block else eagle3.to_content
-    content, shape = make(found, model, target_layers=target_layers, embedding=embedding, ignored=ignore)
+    chosen = _checked_layers(target_layers, model.n_layer)
+    content, shape = make(found, model, target_layers=chosen, embedding=embedding, ignored=ignore)
     write_gguf(path, content, kind=type, tokenizer=model)
     inherited = tuple(one for one in ("token_embd.weight", "output.weight") if one not in content.tensors)
     return Conversion(path, content.arch, shape.target_layers, inherited)

@@ -285,6 +285,10 @@ def test_paths(target: Path, tmp_path: Path) -> None:
         to_gguf(folder, target, tmp_path / "nowhere" / "draft.gguf")
     with pytest.raises(lt.InvalidInputError, match="'f32', 'f16', 'bf16' or 'q8_0', not 'q4_0'"):
         to_gguf(folder, target, draft, type="q4_0")  # type: ignore[arg-type]
+    with pytest.raises(lt.InvalidInputError, match=r"layer id 5 is not in -5\.\.4"):
+        to_gguf(folder, target, draft, target_layers=[0, 2, 5])
+    with pytest.raises(lt.UnsupportedError, match="2 target layers"):
+        to_gguf(folder, target, draft, target_layers=[0, -1])
     half = tmp_path / "half.gguf"
     half.write_bytes(target.read_bytes())
     with pytest.raises(lt.ModelLoadError, match="not a readable GGUF file"):
@@ -350,5 +354,5 @@ def test_the_command(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["convert", draft, str(target), "--to", "eagle3", "-o", back]) == 0
     assert json.loads((Path(back) / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle3"]
     assert main(["convert", draft, str(target), "--to", "eagle3", "--type", "f16", "-o", back]) == 1
-    assert main(["convert", str(folder), str(target), "--layers", "-1,2,3", "-o", draft]) == 1
-    assert "from 0 on" in capsys.readouterr().err
+    assert main(["convert", str(folder), str(target), "--layers", "norm,2,3", "-o", draft]) == 1
+    assert 'drafters take an H_i, 0..4, not "norm"' in capsys.readouterr().err
