@@ -130,7 +130,8 @@ def to_content(
 def _check_inherited(
     content: Mapping[str, NDArray[Any]], shape: Eagle3Shape, ids: NDArray[np.int64] | None
 ) -> None:
-    """
+    """Check that matrices that the checkpoint lacks can be the target's.
+
     :raises InvalidInputError: a matrix would be the target's, which does not fit.
     """
     for name in ("token_embd", "output"):

@@ -206,7 +206,8 @@ def read_config(
 
 
 def _check_shape(shape: Eagle3Shape, target: GgufSource) -> None:
-    """
+    """Check that the block fits itself and the target.
+
     :raises InvalidInputError: the block does not fit itself or the target.
     """
     if shape.n_head % shape.n_head_kv or shape.head_width % 2:
@@ -259,7 +260,8 @@ def gguf_notes(shape: Eagle3Shape, target: GgufSource) -> dict[str, Any]:
 
 
 def _rope_of(draft: GgufSource) -> Rope:
-    """
+    """The rope of a GGUF file.
+
     :raises UnsupportedError: the file scales frequencies in a way that no checkpoint tells.
     """
     base = shortest(draft.key(".rope.freq_base", 10000.0))

@@ -75,7 +75,11 @@ class GgufSource:
         if not path.exists():
             raise ModelNotFoundError(f"no such file: {path}")
         try:
-            readers = [gguf.GGUFReader(one) for one in shard_paths(path)]
+            readers = [gguf.GGUFReader(path)]
+            split = readers[0].fields.get("split.count")
+            # Any file may have the name of a shard.
+            if split is not None and split.contents() > 1:
+                readers += [gguf.GGUFReader(one) for one in shard_paths(path)[1:]]
         except OSError as error:
             raise ModelLoadError(f"cannot read {path}: {error}") from error
         except Exception as error:

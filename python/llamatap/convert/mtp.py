@@ -77,7 +77,8 @@ _LLAMA_BLOCK = (
 
 
 def _check_target(block: MtpBlock, target: GgufSource) -> None:
-    """
+    """Check that the block is for this model.
+
     :raises InvalidInputError: the block is for another model.
     """
     config, name = block.config, target.path.name
@@ -182,7 +183,8 @@ def _trunk(target: GgufSource) -> dict[str, RawTensor]:
 
 
 def _check_llama(target: GgufSource) -> None:
-    """
+    """Check that a target can be rewritten as ``mimo2``.
+
     :raises UnsupportedError: the target is no llama model, or computes with more than ``mimo2`` does.
     """
     name = target.path.name

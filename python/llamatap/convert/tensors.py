@@ -55,7 +55,8 @@ class Tensors:
         return full
 
     def check(self) -> None:
-        """
+        """Check that all taken tensors were there.
+
         :raises InvalidInputError: tensors were missing.
         """
         if self._absent:

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from support.checkpoints import MtpCheckpoint
 from support.drafting import EXACT, Oracle, Pair, assert_drafted, opened, random_text, states_of
 from support.numerics import random_tokens, relative
-from support.tiny import TinyGemma3, TinyLlama, TinyQwen3
+from support.tiny import TinyGemma3, TinyLlama, TinyQwen3, split
 
 import llamatap as lt
 from llamatap.__main__ import main
@@ -185,6 +185,22 @@ def test_a_whole_model_from_a_file_of_another_alignment(tmp_path: Path, rng: np.
     with lt.Model(target) as old, lt.Model(whole) as new:
         tokens = random_tokens(rng, old, 50)
         assert relative(all_logits(new, tokens), all_logits(old, tokens)) < 2e-6
+
+
+def test_a_target_in_several_files(target: Path, tmp_path: Path, rng: np.random.Generator) -> None:
+    source = MtpCheckpoint(TINY)
+    path = source.write(tmp_path / "mtp.safetensors")
+    first = split(target, tmp_path / "shards")[0]
+    whole = to_gguf(path, target, tmp_path / "one.gguf", whole=True).path
+    assert to_gguf(path, first, tmp_path / "two.gguf", whole=True).path.read_bytes() == whole.read_bytes()
+    text = random_text(rng, 20)
+    with opened(Pair(first, path, "mtp", oracle_of(source))) as loop:
+        loop.start({0: text})
+        assert_drafted(loop.draft()[0], oracle_of(source), text, 4)
+    # A file may have the name of a shard and be whole.
+    named = tmp_path / "model-00001-of-00002.gguf"
+    named.write_bytes(target.read_bytes())
+    assert to_gguf(path, named, tmp_path / "three.gguf", whole=True).path.read_bytes() == whole.read_bytes()
 
 
 def test_no_window_takes_memory(target: Path, tmp_path: Path) -> None:
