@@ -48,7 +48,7 @@ def peer(session: nox.Session, *tests: str) -> None:
 
 @nox.session(tags=["peers"])
 def speculators(session: nox.Session) -> None:
-    """The library that trains drafters, against a server of ours and reading our data sets."""
+    """The library that trains drafters: with our server as verifier, our data sets, and its checkpoints."""
     session.install(*TORCH, "speculators==0.9.0")
     python = session.virtualenv.bin + "/python"
     if subprocess.run([python, "-c", "import torchvision"], capture_output=True).returncode:
@@ -57,6 +57,7 @@ def speculators(session: nox.Session) -> None:
     peer(
         session,
         "tests/peers/test_speculators.py",
+        "tests/peers/test_convert.py",
         "tests/python/dataset/test_trainers.py",
         "-k",
         "not specforge",
@@ -80,10 +81,16 @@ def lm_eval(session: nox.Session) -> None:
 
 @nox.session(tags=["peers"])
 def train(session: nox.Session) -> None:
-    """Co-training with PyTorch, beside the code of a trainer; connectors; data sets with `datasets`."""
+    """Co-training with PyTorch, beside the code of a trainer; connectors; its weights; `datasets`."""
     install(session)
     session.install(*TORCH, "speculators==0.9.0")
-    files = ("train", "connectors", "dataset/test_layouts.py", "dataset/test_saved.py")
+    files = (
+        "train",
+        "connectors",
+        "convert/test_torch.py",
+        "dataset/test_layouts.py",
+        "dataset/test_saved.py",
+    )
     session.run("python", "-m", "pytest", *(f"tests/python/{name}" for name in files), *session.posargs)
 
 

@@ -17,6 +17,8 @@ class Mutation:
 
 
 ORACLE = "tests/python/extraction/test_oracle.py"
+CONVERTED = "tests/python/convert/test_eagle3.py"
+BLOCKS = "tests/python/convert/test_mtp.py"
 DRAFTERS = "tests/python/drafting/test_loops.py -k every_draft"
 MUTATIONS = [
     Mutation(
@@ -621,5 +623,68 @@ MUTATIONS = [
         "all(task.abandoned.is_set() for task in tasks)",
         "any(task.abandoned.is_set() for task in tasks)",
         "tests/python/serve/test_concurrency.py -k leaves",
+    ),
+    Mutation(
+        "rows of q keep the order of a checkpoint",
+        "python/llamatap/convert/eagle3.py",
+        "values = to_neighbours(values, shape.n_head)",
+        "values = to_neighbours(values, 1)",
+        CONVERTED,
+    ),
+    Mutation(
+        "rows of k keep the order of a checkpoint",
+        "python/llamatap/convert/eagle3.py",
+        "values = to_neighbours(values, shape.n_head_kv)",
+        "values = values.copy()",
+        CONVERTED,
+    ),
+    Mutation(
+        "d2t holds offsets in GGUF",
+        "python/llamatap/convert/eagle3.py",
+        'content["d2t"] = ids',
+        'content["d2t"] = ids - np.arange(len(ids))',
+        CONVERTED,
+    ),
+    Mutation(
+        "SpecForge's layers count as vLLM's",
+        "python/llamatap/convert/eagle3_config.py",
+        '("eagle_config.eagle_aux_hidden_state_layer_ids", ids, "specforge")',
+        '("eagle_config.eagle_aux_hidden_state_layer_ids", ids, "vllm")',
+        CONVERTED,
+    ),
+    Mutation(
+        "speculators' layers count as SGLang's",
+        "python/llamatap/convert/eagle3_config.py",
+        'settings.integers("eagle_aux_hidden_state_layer_ids"), "vllm")',
+        'settings.integers("eagle_aux_hidden_state_layer_ids"), "specforge")',
+        CONVERTED,
+    ),
+    Mutation(
+        "norm_before_residual is lost",
+        "python/llamatap/convert/eagle3_config.py",
+        '"norm_before_residual": shape.norm_before_residual,\n        "norm_before_fc"',
+        '"norm_before_residual": False,\n        "norm_before_fc"',
+        CONVERTED,
+    ),
+    Mutation(
+        "unknown tensors are dropped",
+        "python/llamatap/convert/eagle3.py",
+        "refused += [name for name in sorted(checkpoint.tensors.keys() - known) if name not in ignored]",
+        "refused += []",
+        "tests/python/convert/test_refused.py",
+    ),
+    Mutation(
+        "an MTP block's rows of q are neighbours",
+        "python/llamatap/convert/mtp.py",
+        "np.concatenate([w[name] for name in _QKV])",
+        "np.concatenate([to_halves(w[_QKV[0]], 4), w[_QKV[1]], w[_QKV[2]]])",
+        BLOCKS,
+    ),
+    Mutation(
+        "a rewritten model keeps llama's order of rows",
+        "python/llamatap/convert/mtp.py",
+        "raw = RawTensor(to_halves(raw.data, heads[part]), raw.type)",
+        "raw = RawTensor(raw.data, raw.type)",
+        BLOCKS,
     ),
 ]

@@ -11,6 +11,7 @@ __all__ = ["EXTRAS", "missing", "needs"]
 
 #: Extra that installs each package; the smallest one where several do.
 EXTRAS = {
+    "gguf": "convert",
     "matplotlib": "demo",
     "pyarrow": "dataset",
     "ray": "ray",

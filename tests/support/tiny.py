@@ -333,6 +333,22 @@ def copy_keys(
             writer.add_key_value(name, value, entry.types[0], sub_type=entry.types[-1] if is_array else None)
 
 
+def split(whole: Path, folder: Path, most: int = 15) -> list[Path]:
+    """A model in files of at most so many tensors."""
+    folder.mkdir(exist_ok=True)
+    reader = gguf.GGUFReader(whole)
+    arch = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(folder / "part.gguf", arch, split_max_tensors=most)
+    copy_keys(reader, writer)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, np.array(tensor.data))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(folder.iterdir())
+
+
 def write_as_f32(source: Path, target: Path, *, vocabulary: bool = True) -> Path:
     """A copy of a GGUF file with all tensors dequantised to float32, by the gguf package.
 

@@ -8,9 +8,20 @@ A command is a module with ``add(commands)``, which adds its parser and sets ``r
 
 from __future__ import annotations
 
-from llamatap.commands import build_config, dataset, demo, encode, extract, fetch, generate, info, serve
+from llamatap.commands import (
+    build_config,
+    convert,
+    dataset,
+    demo,
+    encode,
+    extract,
+    fetch,
+    generate,
+    info,
+    serve,
+)
 
 __all__ = ["COMMANDS"]
 
 #: In the order in which the help lists them.
-COMMANDS = (info, extract, encode, dataset, generate, serve, fetch, demo, build_config)
+COMMANDS = (info, extract, encode, dataset, generate, serve, convert, fetch, demo, build_config)

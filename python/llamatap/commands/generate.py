@@ -41,7 +41,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--drafter",
         metavar="FILE",
-        help="an EAGLE-3, MTP or DFlash file or a smaller model; ngram; or mtp for the model's own blocks",
+        help="an EAGLE-3, MTP or DFlash file, an mtp.safetensors or a smaller model; ngram; or mtp for the "
+        "model's own blocks",
     )
     parser.add_argument(
         "--n-max", metavar="N", help="draft length in tokens, or auto (default: 8 with ngram, else 4)"

@@ -18,10 +18,9 @@ from llamatap.drafting.draft_length import MaxTokens, checked_n_max, checked_n_m
 from llamatap.drafting.drafter import Drafter
 from llamatap.drafting.native_drafter import NativeDrafter
 from llamatap.drafting.ngram import NGramDrafter
-from llamatap.drafting.speculative_context import SpeculativeContext, call_at_close
+from llamatap.drafting.speculative_context import SpeculativeContext, call_at_close, load_draft
 from llamatap.errors import InvalidInputError
 from llamatap.loaded_model import LoadedModel
-from llamatap.model import Model
 from llamatap.states import States
 
 if TYPE_CHECKING:
@@ -240,7 +239,7 @@ def load_drafter(
     :class:`DFlashDrafter` or :class:`ModelDrafter`.
 
     :param context: the target's context.
-    :param draft: a file, a loaded model, or a draft context beside the target's.
+    :param draft: a file, also an ``mtp.safetensors``; a loaded model; or a draft context beside the target's.
     :param options: as in :class:`SpeculativeDrafter`.
     :raises InvalidInputError: the draft does not fit the context's model, was made for another context, or
         has MTP blocks but was loaded without them; or a number is out of range.
@@ -281,4 +280,5 @@ def named_drafter(
         return NGramDrafter(n_max=options.get("n_max", 8), n_min=options.get("n_min", 1))
     if name == "mtp":
         return MtpDrafter(SpeculativeContext(context, context.model), **options)
-    return load_drafter(context, Model(name, n_gpu_layers=n_gpu_layers, load_mtp=True), **options)
+    draft = load_draft(context.model, name, n_gpu_layers=n_gpu_layers)
+    return load_drafter(context, draft, **options)

@@ -17,8 +17,11 @@ from llamatap._native import NativeOwner, _core, flush_log, native_of
 from llamatap._options import checked_options, takes_options
 from llamatap._threads import thread_count
 from llamatap._validate import flag, instance, integer, shown
+from llamatap._validate import path as checked_path
 from llamatap.context import Context
 from llamatap.context_options import ContextOption, engine_switch, fingerprint_of
+from llamatap.convert.joined_drafts import joined_draft
+from llamatap.convert.mtp_block import is_mtp_file
 from llamatap.errors import ClosedError, InvalidInputError, UnsupportedError
 from llamatap.kv_memory import Memory
 from llamatap.layers import LayerId
@@ -30,7 +33,7 @@ from llamatap.tokenizer import token_array
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["DraftContextOptions", "DraftOutput", "SpeculativeContext", "call_at_close"]
+__all__ = ["DraftContextOptions", "DraftOutput", "SpeculativeContext", "call_at_close", "load_draft"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,6 +127,18 @@ def _memory_layout(
     return unified, n_ctx
 
 
+def load_draft(target: LoadedModel, draft: str | os.PathLike[str], *, n_gpu_layers: int = 0) -> Model:
+    """Load a drafter's file.
+
+    :param target: the model that it drafts for: an ``mtp.safetensors`` is joined with it.
+    :raises Error: as :class:`SpeculativeContext`.
+    """
+    file = checked_path("path", draft)
+    if is_mtp_file(file):
+        file = joined_draft(file, files_of(target))
+    return Model(file, load_mtp=True, n_gpu_layers=n_gpu_layers)
+
+
 @takes_options(DraftContextOptions)
 class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
     """A draft model beside a target: one context for all sequences, with the calls that drafting is built on.
@@ -131,8 +146,10 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
     :param context: the target's context. It is kept alive: the draft may use its token embedding and output
         head.
     :param draft: the drafter's file, or a loaded model: an EAGLE-3 file (architecture ``eagle3``); MTP
-        blocks, in a separate file or in the target's (``context.model``, loaded with ``load_mtp=True``); a
-        DFlash or DSpark file (``dflash``); or a smaller language model with the target's vocabulary.
+        blocks, in a separate file or in the target's (``context.model``, loaded with ``load_mtp=True``); an
+        MTP block's own weights (``mtp.safetensors``, :mod:`llamatap.convert.mtp_block`), which are joined
+        with the target's in a file in the cache folder; a DFlash or DSpark file (``dflash``); or a smaller
+        language model with the target's vocabulary.
     :options:
     :raises InvalidInputError: the draft does not fit the target (vocabulary, width, layers, d2t); with what
         was expected and found.
@@ -165,7 +182,7 @@ class SpeculativeContext(NativeOwner[_core.SpeculativeContext], Closeable):
         chosen = checked_options(DraftContextOptions, options, "SpeculativeContext()")
         self._owns_model = not isinstance(draft, LoadedModel)
         if not isinstance(draft, LoadedModel):
-            draft = Model(draft, load_mtp=True, n_gpu_layers=chosen["n_gpu_layers"])
+            draft = load_draft(context.model, draft, n_gpu_layers=chosen["n_gpu_layers"])
         self.target = context
         self.model = draft
         self.n_seq_max = chosen["n_seq_max"] or context.n_seq_max

@@ -14,26 +14,10 @@ import gguf
 import numpy as np
 import pytest
 from support.numerics import EXACT
-from support.tiny import TinyLlama, copy_keys
+from support.tiny import TinyLlama, split
 
 import llamatap as lt
 from llamatap.storage.model_files import ModelFiles, shard_paths
-
-
-def split(whole: Path, folder: Path, most: int = 15) -> list[Path]:
-    """A model in files of at most so many tensors."""
-    folder.mkdir(exist_ok=True)
-    reader = gguf.GGUFReader(whole)
-    arch = reader.fields["general.architecture"].contents()
-    writer = gguf.GGUFWriter(folder / "part.gguf", arch, split_max_tensors=most)
-    copy_keys(reader, writer)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, np.array(tensor.data))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return sorted(folder.iterdir())
 
 
 @pytest.fixture

@@ -62,6 +62,7 @@ def run(code: str, names: dict[str, Any], page: str) -> int:
     ("page", "n_compared"),
     [
         ("README.md", 6),
+        ("docs/converting.md", 1),
         ("docs/drafting.md", 0),
         ("docs/errors.md", 1),
         ("docs/exactness.md", 0),
