@@ -1,0 +1,225 @@
+"""On-policy conversations: a chat model writes the user's question and then its own answer.
+
+A drafter learns fastest from what its target says itself. Given only the opening of a user's turn, a chat
+model writes a question (Magpie, https://arxiv.org/abs/2406.08464), and then answers it. Nothing is
+downloaded, and the token ids are those of the generation: nothing is tokenized again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamatap._validate import instance, integer, number
+from llamatap.context import Context
+from llamatap.errors import InvalidInputError
+from llamatap.generation.results import Generation
+from llamatap.generation.session import Session
+from llamatap.loaded_model import LoadedModel
+
+__all__ = ["Conversation", "TurnFrame", "sample_conversations", "turn_frame"]
+
+# No template writes it, and no tokenizer has a token of it.
+_MARK = "\x02llamatap\x03"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Conversation:
+    """A question and its answer.
+
+    :ivar input_ids: int32 ``(n,)``: the whole text, template included.
+    :ivar loss_mask: uint8 ``(n,)``: 1 for the tokens of the answer, its end token included.
+    :ivar question: int32 ``(n_question,)``: the tokens of the question alone.
+    :ivar temperature: temperature of the answer.
+    :ivar finish_reason: how the answer ended, as in :class:`llamatap.Generation`.
+    """
+
+    input_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.uint8]
+    question: NDArray[np.int32]
+    temperature: float
+    finish_reason: str
+
+    def row(self) -> dict[str, Any]:
+        """A row for ``llamatap dataset`` and ``llamatap train``: ``input_ids`` and ``loss_mask``."""
+        return {"input_ids": self.input_ids.tolist(), "loss_mask": self.loss_mask.tolist()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TurnFrame:
+    """What a chat template writes around the first question.
+
+    :ivar before: int32: tokens up to the question.
+    :ivar after: int32: tokens from the question's end to the beginning of the answer.
+    """
+
+    before: NDArray[np.int32]
+    after: NDArray[np.int32]
+
+
+def turn_frame(model: LoadedModel, *, chat_template: str | None = None, **variables: Any) -> TurnFrame:
+    """The tokens that a model's chat template puts around a question.
+
+    :param chat_template: instead of the model's own.
+    :param variables: variables of the template.
+    :raises InvalidInputError: the template does not write a question once and unchanged.
+    :raises UnsupportedError: the model has no template.
+    """
+    message = [{"role": "user", "content": _MARK}]
+    if chat_template is not None:
+        variables["template"] = chat_template
+    text = model.apply_chat_template(message, add_generation_prompt=True, **variables)
+    parts = text.split(_MARK)
+    if len(parts) != 2:
+        raise InvalidInputError(
+            f"the chat template must write the question once and unchanged; it wrote it {len(parts) - 1} "
+            "times"
+        )
+    before = model.tokenize(parts[0], add_special=True, parse_special=True)
+    after = model.tokenize(parts[1], add_special=False, parse_special=True)
+    return TurnFrame(before, after)
+
+
+def sample_conversations(
+    context: Context,
+    n_tokens: int,
+    *,
+    seed: int = 0,
+    question_temperature: float = 1.0,
+    temperatures: Iterable[float] = (0.0, 0.8),
+    max_question_tokens: int = 192,
+    max_answer_tokens: int = 512,
+    questions: Iterable[NDArray[np.int32]] | None = None,
+    frame: TurnFrame | None = None,
+) -> Iterator[Conversation]:
+    """Sample conversations until they hold enough tokens. Unfinished and repeated questions are dropped.
+
+    :param context: a context with an empty memory; as many conversations as it has sequences run at once.
+    :param n_tokens: the number of tokens of all conversations together, template included, at least.
+    :param seed: conversation i is sampled with a seed derived from this one and i.
+    :param question_temperature: temperature of the questions.
+    :param temperatures: temperatures of the answers, taken in turn.
+    :param max_question_tokens: longer questions are dropped.
+    :param max_answer_tokens: longer answers are cut.
+    :param questions: answer these instead of sampling some; sampling ends with them.
+    :param frame: as :func:`turn_frame` gives it, which is the default.
+    :raises InvalidInputError: an argument is wrong.
+    :raises UnsupportedError: the model has no chat template, or generates no text.
+    """
+    instance("context", context, Context)
+    integer("n_tokens", n_tokens, 1)
+    integer("max_question_tokens", max_question_tokens, 1)
+    integer("max_answer_tokens", max_answer_tokens, 1)
+    answer_temperatures = [number("temperatures", one) for one in temperatures]
+    if not answer_temperatures:
+        raise InvalidInputError("temperatures must have at least one number")
+    model = context.model
+    frame = turn_frame(model) if frame is None else frame
+    given = None if questions is None else iter(questions)
+    return _sample(
+        context,
+        n_tokens,
+        np.random.default_rng([integer("seed", seed, 0), 0x6C74]),
+        question_temperature,
+        answer_temperatures,
+        max_question_tokens,
+        max_answer_tokens,
+        given,
+        frame,
+    )
+
+
+def _sample(
+    context: Context,
+    n_tokens: int,
+    rng: np.random.Generator,
+    question_temperature: float,
+    temperatures: list[float],
+    max_question_tokens: int,
+    max_answer_tokens: int,
+    given: Iterator[NDArray[np.int32]] | None,
+    frame: TurnFrame,
+) -> Iterator[Conversation]:
+    model = context.model
+    seen: set[bytes] = set()
+    asking: set[int] = set()
+    answering: dict[int, tuple[NDArray[np.int32], float]] = {}
+    n_answers = 0
+    n_sampled = 0
+
+    def new_seed() -> int:
+        return int(rng.integers(2**31))
+
+    with Session(context) as session:
+
+        def answer(question: NDArray[np.int32]) -> None:
+            nonlocal n_answers
+            key = question.tobytes()
+            if key in seen:
+                return
+            seen.add(key)
+            temperature = temperatures[n_answers % len(temperatures)]
+            n_answers += 1
+            prompt = np.concatenate([frame.before, question, frame.after])
+            number_ = session.add(
+                prompt, max_tokens=max_answer_tokens, temperature=temperature, seed=new_seed()
+            )
+            answering[number_] = (question, temperature)
+
+        def refill() -> None:
+            # One round admits the waiting requests, so a few more than run at once are enough.
+            while len(session) < 2 * context.n_seq_max:
+                if given is None:
+                    asking.add(
+                        session.add(
+                            frame.before,
+                            max_tokens=max_question_tokens,
+                            temperature=question_temperature,
+                            seed=new_seed(),
+                        )
+                    )
+                    continue
+                question = next(given, None)
+                if question is None:
+                    return
+                answer(np.asarray(question, np.int32))
+
+        refill()
+        while session.pending and n_sampled < n_tokens:
+            for event in session.step():
+                if event.final is None:
+                    continue
+                if event.index in asking:
+                    asking.remove(event.index)
+                    question = _question(model, event.final)
+                    if question is not None:
+                        answer(question)
+                    continue
+                question, temperature = answering.pop(event.index)
+                found = _conversation(event.final, question, temperature)
+                n_sampled += len(found.input_ids)
+                yield found
+                if n_sampled >= n_tokens:
+                    return
+            refill()
+
+
+def _question(model: LoadedModel, final: Generation) -> NDArray[np.int32] | None:
+    """The tokens of a finished question; None if it has no end, no text, or control tokens in it."""
+    if final.finish_reason != "stop" or len(final.tokens) < 2 or not final.text.strip():
+        return None
+    question = final.tokens[:-1]
+    if any(not model.token_bytes(int(token), special=False) for token in question):
+        return None
+    return question
+
+
+def _conversation(final: Generation, question: NDArray[np.int32], temperature: float) -> Conversation:
+    tokens = np.concatenate([final.prompt, final.tokens])
+    mask = np.zeros(len(tokens), np.uint8)
+    mask[len(final.prompt) :] = 1
+    return Conversation(tokens, mask, question, temperature, final.finish_reason)
