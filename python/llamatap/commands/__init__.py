@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from llamatap.commands import (
     build_config,
+    conversations,
     convert,
     dataset,
     demo,
@@ -19,9 +20,23 @@ from llamatap.commands import (
     generate,
     info,
     serve,
+    train,
 )
 
 __all__ = ["COMMANDS"]
 
 #: In the order in which the help lists them.
-COMMANDS = (info, extract, encode, dataset, generate, serve, convert, fetch, demo, build_config)
+COMMANDS = (
+    info,
+    extract,
+    encode,
+    dataset,
+    generate,
+    serve,
+    conversations,
+    train,
+    convert,
+    fetch,
+    demo,
+    build_config,
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,23 +22,28 @@ __all__ = ["SampleTensors"]
 class SampleTensors:
     """Samples one after another.
 
-    :param n_tokens: the number of tokens of all samples.
-    :param n_features: features that the head reads of a token; 0 where it reads H_n.
-    :param n_embd: features of H_n.
-    :param device: where the tensors are.
+    :param columns: the states of each layer, bfloat16 ``(n_tokens, n_embd)``; the last one is H_n, which is
+        predicted. The others are what a head reads, side by side; without others it reads H_n.
     :ivar tokens: int32 ``(n_tokens,)``.
     :ivar loss_mask: bool ``(n_tokens,)``.
-    :ivar features: bfloat16 ``(n_tokens, n_features)``.
-    :ivar last: bfloat16 ``(n_tokens, n_embd)``.
-    :ivar offsets: int64 ``(n_samples + 1,)``: the rows of sample i are ``offsets[i]:offsets[i+1]``.
+    :ivar offsets: the rows of sample i are ``offsets[i]:offsets[i+1]``.
     """
 
-    def __init__(self, n_tokens: int, n_features: int, n_embd: int, device: Any = "cpu") -> None:
-        self.tokens = torch.zeros(n_tokens, dtype=torch.int32, device=device)
-        self.loss_mask = torch.zeros(n_tokens, dtype=torch.bool, device=device)
-        self.features = torch.zeros(n_tokens, n_features, dtype=torch.bfloat16, device=device)
-        self.last = torch.zeros(n_tokens, n_embd, dtype=torch.bfloat16, device=device)
-        self.offsets = [0]
+    def __init__(self, tokens: Tensor, loss_mask: Tensor, columns: list[Tensor], offsets: list[int]) -> None:
+        self.tokens = tokens
+        self.loss_mask = loss_mask
+        self.columns = columns
+        self.offsets = offsets
+
+    @classmethod
+    def empty(cls, n_tokens: int, n_columns: int, n_embd: int, device: Any = "cpu") -> SampleTensors:
+        """Room for the samples that :meth:`add` adds."""
+        return cls(
+            torch.zeros(n_tokens, dtype=torch.int32, device=device),
+            torch.zeros(n_tokens, dtype=torch.bool, device=device),
+            [torch.zeros(n_tokens, n_embd, dtype=torch.bfloat16, device=device) for _ in range(n_columns)],
+            [0],
+        )
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -48,63 +53,63 @@ class SampleTensors:
         """Tokens of the samples that were added."""
         return self.offsets[-1]
 
-    def add(self, tokens: NDArray[np.int32], loss_mask: NDArray[Any], states: NDArray[np.float32]) -> None:
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """The number of tokens of each sample."""
+        offsets = np.asarray(self.offsets, np.int64)
+        return offsets[1:] - offsets[:-1]
+
+    def add(self, tokens: NDArray[np.int32], loss_mask: NDArray[Any], states: NDArray[Any]) -> None:
         """Add a sample.
 
-        :param states: ``(n, n_layers, n_embd)``; the last layer is H_n, the others are the head's features.
+        :param states: ``(n, n_columns, n_embd)``, float32, float16 or bfloat16.
+        :raises InvalidInputError: there is no room for it.
         """
         first, end = self.offsets[-1], self.offsets[-1] + len(tokens)
         if end > len(self.tokens):
             raise InvalidInputError(f"there is room for {len(self.tokens)} tokens; found {end}")
         part = slice(first, end)
-        self.tokens[part] = torch.from_numpy(np.asarray(tokens, np.int32))
-        self.loss_mask[part] = torch.from_numpy(np.asarray(loss_mask, np.bool_))
-        rows = torch.from_numpy(np.array(states)).to(self.last.device).bfloat16()
-        self.last[part] = rows[:, -1]
-        if self.features.shape[1]:
-            self.features[part] = rows[:, :-1].flatten(1)
+        self.tokens[part] = torch.from_numpy(np.array(tokens, np.int32))
+        self.loss_mask[part] = torch.from_numpy(np.array(loss_mask, np.bool_))
+        rows = torch.from_numpy(np.array(states, np.float32)).to(self.tokens.device).bfloat16()
+        for i, column in enumerate(self.columns):
+            column[part] = rows[:, i]
         self.offsets.append(end)
 
     def batches(
         self, samples: Sequence[int], batch_tokens: int, rng: np.random.Generator | None = None
-    ) -> Iterator[list[int]]:
-        """Sort samples into batches of similar length.
+    ) -> list[list[int]]:
+        """Sort samples into batches of similar length. Their number does not depend on ``rng``.
 
         :param batch_tokens: maximum number of tokens of a batch, padding included (or one longer sample).
         :param rng: shuffles the samples and the batches; None keeps them in order of length.
         """
-        lengths = np.diff(self.offsets)
-        chosen = np.asarray(samples)
+        lengths = self.lengths
+        chosen = np.asarray(samples, np.int64)
         if rng is not None:
             chosen = rng.permutation(chosen)
-        chosen = chosen[np.argsort(lengths[chosen], kind="stable")]
-        found: list[list[int]] = [[]]
-        for one in chosen.tolist():
+        found: list[list[int]] = []
+        for one in chosen[np.argsort(lengths[chosen], kind="stable")].tolist():
             # The newest is the longest.
-            if found[-1] and (len(found[-1]) + 1) * lengths[one] > batch_tokens:
+            if not found or (len(found[-1]) + 1) * lengths[one] > batch_tokens:
                 found.append([])
             found[-1].append(one)
-        order = range(len(found)) if rng is None else rng.permutation(len(found))
-        return (found[i] for i in order)
+        return found if rng is None else [found[i] for i in rng.permutation(len(found))]
 
     def batch(self, samples: Sequence[int], device: Any = None) -> PaddedBatch:
-        """Pad samples to a batch."""
+        """Pad samples to a batch, on a device (None: where the samples are)."""
         starts = np.array([self.offsets[i] for i in samples])
-        lengths = np.array([self.offsets[i + 1] for i in samples]) - starts
+        lengths = self.lengths[list(samples)]
         columns = np.arange(lengths.max())
         inside = columns < lengths[:, None]
         rows = np.where(inside, starts[:, None] + columns, starts[:, None])
         where = self.tokens.device
         index = torch.from_numpy(rows).to(where)
         mask = torch.from_numpy(inside).to(where)
-        features = self.features if self.features.shape[1] else self.last
-
-        def moved(x: Tensor) -> Tensor:
-            return x.to(device) if device is not None else x
-
+        states = [column[index].to(device) for column in self.columns]
         return PaddedBatch(
-            moved(self.tokens[index].long()),
-            moved(features[index]),
-            moved(self.last[index]),
-            moved(self.loss_mask[index] & mask),
+            self.tokens[index].long().to(device),
+            torch.cat(states[:-1], -1) if len(states) > 1 else states[0],
+            states[-1],
+            (self.loss_mask[index] & mask).to(device),
         )

@@ -74,8 +74,8 @@ class TargetWeights:
             )
         if beyond := [key for key in _BEYOND_A_HEAD if source.key(key, None)]:
             raise UnsupportedError(
-                f"{path.name} has {source.arch}{beyond[0]}: its logits are more than a norm and a head, which "
-                "the training of drafters does not compute"
+                f"{path.name} has {source.arch}{beyond[0]}: its logits are more than a norm and a head, "
+                "which the training of drafters does not compute"
             )
         embedding = source.values("token_embd.weight")
         own_head = "output.weight" in source.names

@@ -1,0 +1,59 @@
+"""Which samples are trained on, which are held out, and the tokens that a draft vocabulary has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llamatap.errors import InvalidInputError
+from llamatap.train.drafters.sample_tensors import SampleTensors
+
+__all__ = ["draft_vocabulary", "prompt_of", "split_by_prompt", "token_counts"]
+
+
+def prompt_of(samples: SampleTensors, i: int) -> NDArray[np.int64]:
+    """The tokens of a sample before the first one that counts for the loss."""
+    part = slice(samples.offsets[i], samples.offsets[i + 1])
+    counting = samples.loss_mask[part].nonzero()
+    end = int(counting[0]) if len(counting) else part.stop - part.start
+    found: NDArray[np.int64] = samples.tokens[part][:end].cpu().numpy().astype(np.int64)
+    return found
+
+
+def split_by_prompt(samples: SampleTensors, held_out: int, seed: int) -> tuple[list[int], list[int]]:
+    """Choose held-out samples, at most an eighth of all; the samples to train on have none of their prompts.
+
+    :returns: the samples to train on, and the held-out ones.
+    :raises InvalidInputError: nothing is left to train on.
+    """
+    n = min(held_out, len(samples) // 8)
+    order = np.random.default_rng([seed, 0]).permutation(len(samples)).tolist()
+    chosen = sorted(order[:n])
+    prompts = {found.tobytes() for i in chosen if len(found := prompt_of(samples, i))}
+    taken = set(chosen)
+    training = [
+        i for i in range(len(samples)) if i not in taken and prompt_of(samples, i).tobytes() not in prompts
+    ]
+    if not training:
+        raise InvalidInputError(f"there is nothing to train on: {len(samples)} samples, {n} of them held out")
+    return training, chosen
+
+
+def token_counts(samples: SampleTensors, training: Sequence[int], n_vocab: int) -> NDArray[np.int64]:
+    """How often each token is to be predicted, int64 ``(n_vocab,)``."""
+    counts = np.zeros(n_vocab, np.int64)
+    for i in training:
+        part = slice(samples.offsets[i], samples.offsets[i + 1])
+        counts += np.bincount(samples.tokens[part][samples.loss_mask[part]].cpu().numpy(), minlength=n_vocab)
+    return counts
+
+
+def draft_vocabulary(counts: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64], float]:
+    """The most frequent tokens.
+
+    :returns: their ids in ascending order, int64 ``(size,)``, and the share of all counts that they have.
+    """
+    tokens = np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int64)
+    return tokens, float(counts[tokens].sum() / max(int(counts.sum()), 1))

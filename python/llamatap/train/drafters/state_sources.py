@@ -1,0 +1,169 @@
+"""Where the states to train on come from: a data set with states, or texts that the target reads now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from llamatap._extras import needs
+from llamatap._system_limits import require_memory
+from llamatap.dataset.folder import MANIFEST, DatasetFolder
+from llamatap.dataset.options import DatasetOptions
+from llamatap.dataset.row_files import read_rows
+from llamatap.dataset.rows_to_samples import prepare
+from llamatap.dataset.samples import Samples
+from llamatap.errors import Error, InvalidInputError, UnsupportedError
+from llamatap.extraction.extractor import Extractor
+from llamatap.extraction.packing import pack_prompts
+from llamatap.layers import LayerId
+from llamatap.model import Model
+from llamatap.train.drafters.sample_tensors import SampleTensors
+
+with needs("train", "training drafters"):
+    import torch
+
+__all__ = ["capture_states", "is_state_folder", "read_texts", "stored_states"]
+
+
+def is_state_folder(path: Path) -> bool:
+    """Whether a path is a folder that ``llamatap dataset`` wrote."""
+    return (path / MANIFEST).is_file()
+
+
+def read_texts(model: Model, path: Path, options: DatasetOptions) -> tuple[Samples, dict[int, str]]:
+    """Read texts, conversations or token ids, in the forms that ``llamatap dataset`` takes.
+
+    :returns: the samples, and the reasons of rows that give none, by row.
+    :raises InvalidInputError: the file holds no samples.
+    """
+    skipped: dict[int, str] = {}
+
+    def skip(row: int, error: Error) -> None:
+        if options.on_error == "stop":
+            raise error
+        skipped[row] = str(error)
+
+    found = prepare(model, read_rows(path), options, skip).samples
+    if not len(found):
+        reasons = "; ".join(f"row {row}: {why}" for row, why in list(skipped.items())[:3])
+        raise InvalidInputError(f"{path} holds no sample to train on: {reasons}")
+    return found, skipped
+
+
+def capture_states(
+    model: Model,
+    samples: Samples,
+    layers: Sequence[LayerId],
+    *,
+    device: Any = "cpu",
+    batch_tokens: int = 2048,
+    progress: Callable[[int], object] | None = None,
+    **context: Any,
+) -> SampleTensors:
+    """Compute the states of samples with the target, and keep them in memory.
+
+    :param layers: the layers, the last one H_n.
+    :param batch_tokens: tokens of a pass.
+    :param progress: called with the number of tokens done.
+    :param context: options of the extractor.
+    :raises OutOfMemoryError: they do not fit into memory.
+    """
+    n_bytes = 2 * samples.n_tokens * len(layers) * model.n_embd
+    if torch.device(device).type == "cpu":
+        require_memory(
+            n_bytes,
+            f"the states of {samples.n_tokens} tokens take",
+            "Use fewer texts, or write them with `llamatap dataset --layout npy` and train on that folder, "
+            "which is read from the disk.",
+        )
+    found = SampleTensors.empty(samples.n_tokens, len(layers), model.n_embd, device)
+    lengths = [int(length) for length in samples.lengths]
+    with Extractor(model, n_ubatch=min(batch_tokens, 2048), **context) as extract:
+        order: list[int] = []
+        states: dict[int, NDArray[Any]] = {}
+        for pack in _packs(lengths, batch_tokens):
+            texts = [samples[i] for i in pack]
+            for i, one in zip(pack, extract([text.tokens for text in texts], layers), strict=True):
+                states[i] = one.array
+            # Samples enter in order, whatever the packing.
+            while len(order) in states:
+                i = len(order)
+                found.add(samples[i].tokens, samples[i].loss_mask, states.pop(i))
+                order.append(i)
+            if progress is not None:
+                progress(found.n_tokens)
+    return found
+
+
+def _packs(lengths: Sequence[int], room: int, window: int = 256, most: int = 64) -> Iterator[list[int]]:
+    for start in range(0, len(lengths), window):
+        for pack in pack_prompts(lengths[start : start + window], room, most):
+            yield [start + i for i in pack]
+
+
+def stored_states(folder: Path, layers: Sequence[LayerId]) -> tuple[SampleTensors, dict[str, Any]]:
+    """Read a data set that ``llamatap dataset`` wrote: the layout ``npy`` stays on the disk, ``speculators``
+    is read into memory.
+
+    :param layers: the layers that the head needs, the last one H_n.
+    :returns: the samples, and the data set's provenance.
+    :raises InvalidInputError: it is incomplete, or lacks a layer.
+    :raises UnsupportedError: its layout does not store H_n before the norm.
+    """
+    about = DatasetFolder(folder).manifest()
+    if about is None or about["status"] != "complete":
+        raise InvalidInputError(f"{folder} is not complete: continue it with `llamatap dataset ... --resume`")
+    made = about["made_with"]
+    stored = [one if one == "norm" else int(one) for one in made["layers"]]
+    if absent := [one for one in layers if one not in stored]:
+        raise InvalidInputError(
+            f"{folder} holds the layers {stored}; the head needs {list(layers)}: {absent} are missing"
+        )
+    if made["layout"] == "npy":
+        return _stored_npy(folder, layers, made["dtype"]), made
+    if made["layout"] == "speculators":
+        return _stored_speculators(folder, [stored.index(one) for one in layers]), made
+    raise UnsupportedError(
+        f"{folder} has the layout {made['layout']}; training reads npy and speculators (--layout)"
+    )
+
+
+def _stored_npy(folder: Path, layers: Sequence[LayerId], dtype: str) -> SampleTensors:
+    index = np.load(folder / "index.npy")
+    columns = []
+    for layer in layers:
+        rows = np.load(folder / f"layer_{layer}.npy", mmap_mode="c")
+        if dtype == "bfloat16":
+            columns.append(torch.from_numpy(rows.view(np.int16)).view(torch.bfloat16))
+        else:
+            columns.append(torch.from_numpy(np.asarray(rows)).bfloat16())
+    tokens = torch.from_numpy(np.load(folder / "tokens.npy"))
+    mask = torch.from_numpy(np.load(folder / "loss_mask.npy"))
+    firsts = index[:, 0].tolist()
+    ends = (index[:, 0] + index[:, 1]).tolist()
+    if firsts[1:] == ends[:-1] and firsts[:1] == [0]:
+        return SampleTensors(tokens, mask, columns, [0, *ends])
+    # Samples that were left out lie between the others.
+    kept = torch.from_numpy(np.concatenate([np.arange(a, b) for a, b in zip(firsts, ends, strict=True)]))
+    offsets = [0, *np.cumsum(index[:, 1]).tolist()]
+    return SampleTensors(tokens[kept], mask[kept], [column[kept] for column in columns], offsets)
+
+
+def _stored_speculators(folder: Path, columns: Sequence[int]) -> SampleTensors:
+    from safetensors import safe_open
+
+    masks = [np.asarray(row["loss_mask"], np.bool_) for row in read_rows(folder) if isinstance(row, Mapping)]
+    samples = []
+    for i in range(len(masks)):
+        with safe_open(folder / "hidden_states" / f"hs_{i}.safetensors", "np") as file:
+            samples.append((file.get_tensor("token_ids"), file.get_tensor("hidden_states")))
+    n_tokens = sum(len(tokens) for tokens, _ in samples)
+    found = SampleTensors.empty(n_tokens, len(columns), samples[0][1].shape[-1])
+    for (tokens, states), mask in zip(samples, masks, strict=True):
+        found.add(tokens.astype(np.int32), mask, states[:, list(columns)].astype(ml_dtypes.bfloat16))
+    return found
