@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from typing import Any
 
 import gguf
 import numpy as np
-from common import machine, timed, write_results
+from common import machine, median, timed, write_results
 
 import llamatap as lt
 from llamatap._native import native_of
@@ -43,10 +42,6 @@ WAITS: dict[str, tuple[object, ...]] = {
     "--poll 0": ("--poll", 0, "--poll-draft", 0),
 }
 PROMPT = "The history of the lighthouse begins with fires on hills. Later, people built towers of stone, and"
-
-
-def median(values: list[float]) -> float:
-    return round(statistics.median(values), 3)
 
 
 def quantized(source: Path, target: Path, file_type: int) -> Path:

@@ -15,7 +15,7 @@ struct SuffixSettings {
   size_t max_bytes = size_t{64} << 20;  // of the cache
   int32_t n_max = 64;                   // maximum length of a draft
   int32_t n_min = 1;                    // shorter drafts are dropped
-  double p_min = 0.1;                   // a draft ends where the probability of the whole is less
+  double p_min = 0.5;                   // a draft ends where the probability of the whole is less
   double max_spec_factor = 1;           // maximum length of a draft in relation to its match
 };
 

@@ -34,7 +34,7 @@ class SuffixOptions(TypedDict, total=False):
     p_min: Annotated[
         float,
         Option(
-            0.1,
+            0.5,
             "a draft ends where it as a whole has a smaller probability, by the frequencies in the cache",
             low=0,
             high=1,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import llamatap as lt
 
 #: No limit but n_max.
-LONG = {"max_spec_factor": 1e6, "p_min": 0.0}
+LONG: dict[str, Any] = {"max_spec_factor": 1e6, "p_min": 0.0}
 
 
 @dataclass
