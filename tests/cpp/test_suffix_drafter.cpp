@@ -17,6 +17,7 @@ using Tokens = std::vector<int32_t>;
 SuffixSettings any_length() {
   SuffixSettings settings;
   settings.max_spec_factor = 100;
+  settings.p_min = 0;
   return settings;
 }
 
