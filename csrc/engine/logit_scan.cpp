@@ -2,9 +2,18 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstring>
 #include <limits>
 #include <vector>
+
+// The package is built for any x86-64; on most CPUs AVX2 halves the time.
+#if defined(__GNUC__) && defined(__x86_64__)
+#define LLAMATAP_INLINE inline __attribute__((always_inline))
+#define LLAMATAP_HAS_AVX2_COPY
+#else
+#define LLAMATAP_INLINE inline
+#endif
 
 namespace llamatap {
 
@@ -21,7 +30,8 @@ constexpr int32_t kBlock = 64;
 constexpr double kMaxError = 2e-6;
 
 /// exp(logits[i] / temperature - largest) for the first n of a block, 0 for the rest.
-void exponentials(const float* logits, int32_t n, float temperature, float largest, float* result) {
+LLAMATAP_INLINE void exponentials(const float* logits, int32_t n, float temperature, float largest,
+                                  float* result) {
   constexpr float kRound = 12582912.0F;  // 1.5 * 2^23: adding it rounds to an integer
   float x[kBlock];
   int32_t bits[kBlock];
@@ -49,9 +59,7 @@ void exponentials(const float* logits, int32_t n, float temperature, float large
   for (int32_t i = n; i < kBlock; ++i) result[i] = 0;
 }
 
-}  // namespace
-
-LogitRange logit_range(const float* logits, int32_t n) {
+LLAMATAP_INLINE LogitRange range_of(const float* logits, int32_t n) {
   float largest[kLanes];
   float absolute[kLanes];
   int32_t unusable[kLanes];
@@ -80,6 +88,48 @@ LogitRange logit_range(const float* logits, int32_t n) {
   }
   range.usable = range.usable && range.largest_absolute >= 0;
   return range;
+}
+
+/// The sums of the exponentials up to the end of each block.
+LLAMATAP_INLINE void sum_blocks(const float* logits, int32_t n, float temperature, float largest,
+                                double* ends) {
+  double total = 0;
+  for (int32_t first = 0; first < n; first += kBlock) {
+    float probs[kBlock];
+    exponentials(logits + first, std::min(kBlock, n - first), temperature, largest, probs);
+    float lanes[kLanes];
+    for (int32_t lane = 0; lane < kLanes; ++lane) {
+      lanes[lane] =
+          (probs[lane] + probs[lane + kLanes]) + (probs[lane + 2 * kLanes] + probs[lane + 3 * kLanes]);
+    }
+    double sum = 0;
+    for (const float lane : lanes) sum += double{lane};
+    total += sum;
+    ends[first / kBlock] = total;
+  }
+}
+
+#ifdef LLAMATAP_HAS_AVX2_COPY
+__attribute__((target("avx2"))) LogitRange range_avx2(const float* logits, int32_t n) {
+  return range_of(logits, n);
+}
+__attribute__((target("avx2"))) void sum_blocks_avx2(const float* logits, int32_t n, float temperature,
+                                                     float largest, double* ends) {
+  sum_blocks(logits, n, temperature, largest, ends);
+}
+bool has_avx2() {
+  static const bool has = __builtin_cpu_supports("avx2") != 0;
+  return has;
+}
+#endif
+
+}  // namespace
+
+LogitRange logit_range(const float* logits, int32_t n) {
+#ifdef LLAMATAP_HAS_AVX2_COPY
+  if (has_avx2()) return range_avx2(logits, n);
+#endif
+  return range_of(logits, n);
 }
 
 int32_t first_largest(const float* logits, int32_t n, float largest) {
@@ -111,29 +161,23 @@ int32_t draw_softmax_exactly(const float* logits, int32_t n, float largest, floa
 
 int32_t draw_softmax(const float* logits, int32_t n, float largest, float temperature, double point) {
   const float top = largest / temperature;
-  const int32_t n_blocks = (n + kBlock - 1) / kBlock;
-  std::vector<double> ends(static_cast<size_t>(n_blocks));  // sums up to the end of each block
-  float probs[kBlock];
-  double total = 0;
-  for (int32_t block = 0; block < n_blocks; ++block) {
-    const int32_t first = block * kBlock;
-    exponentials(logits + first, std::min(kBlock, n - first), temperature, top, probs);
-    float lanes[kLanes];
-    for (int32_t lane = 0; lane < kLanes; ++lane) {
-      lanes[lane] =
-          (probs[lane] + probs[lane + kLanes]) + (probs[lane + 2 * kLanes] + probs[lane + 3 * kLanes]);
-    }
-    double sum = 0;
-    for (const float lane : lanes) sum += double{lane};
-    total += sum;
-    ends[block] = total;
+  std::vector<double> ends(static_cast<size_t>((n + kBlock - 1) / kBlock));
+#ifdef LLAMATAP_HAS_AVX2_COPY
+  if (has_avx2()) {
+    sum_blocks_avx2(logits, n, temperature, top, ends.data());
+  } else {
+    sum_blocks(logits, n, temperature, top, ends.data());
   }
-  const double target = total * point;
-  const double margin = total * kMaxError;
-  const auto block = static_cast<int32_t>(std::lower_bound(ends.begin(), ends.end(), target) - ends.begin());
-  if (block < n_blocks) {
-    const int32_t first = block * kBlock;
+#else
+  sum_blocks(logits, n, temperature, top, ends.data());
+#endif
+  const double target = ends.back() * point;
+  const double margin = ends.back() * kMaxError;
+  const auto block = std::lower_bound(ends.begin(), ends.end(), target) - ends.begin();
+  if (block < static_cast<std::ptrdiff_t>(ends.size())) {
+    const auto first = static_cast<int32_t>(block) * kBlock;
     const int32_t n_here = std::min(kBlock, n - first);
+    float probs[kBlock];
     exponentials(logits + first, n_here, temperature, top, probs);
     double sum = block == 0 ? 0 : ends[block - 1];
     for (int32_t i = 0; i < n_here; ++i) {
