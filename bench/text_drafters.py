@@ -89,7 +89,7 @@ def lists(model: lt.Model) -> list[Request]:
 
 
 def tokens_of(model: lt.Model, text: str) -> list[int]:
-    return model.tokenize(text, add_special=False).tolist()
+    return list(map(int, model.tokenize(text, add_special=False)))
 
 
 def chat_prompts(model: lt.Model) -> list[list[int]]:
@@ -151,12 +151,9 @@ def tokens_per_round(texts: dict[str, tuple[list[Request], int]], ours: dict[str
     """For each kind of text: of the requests from the given one on, which all come after those before."""
     results: dict[str, Any] = {}
     for title, (requests, first) in texts.items():
-        ways: dict[str, Callable[[], list[tuple[int, int, int]]]] = {
-            kind: (lambda kind=kind, requests=requests: by_engine(kind, requests)) for kind in ENGINE_TYPES
-        }
-        for name, make in ours.items():
-            ways[name] = lambda make=make, requests=requests: replayed(make(), requests)
-        results[title] = {name: figures(requests[first:], way()[first:]) for name, way in ways.items()}
+        found = {kind: by_engine(kind, requests) for kind in ENGINE_TYPES}
+        found |= {name: replayed(make(), requests) for name, make in ours.items()}
+        results[title] = {name: figures(requests[first:], one[first:]) for name, one in found.items()}
     return results
 
 
@@ -195,10 +192,10 @@ def speeds(
 def cost() -> dict[str, float]:
     """Time of adding a token and of a draft, on text that is new and on one token repeated."""
     rng = np.random.default_rng(0)
-    results = {}
+    results: dict[str, float] = {}
     for name, text in (("random", rng.integers(0, 49152, 300_000)), ("one token", np.full(300_000, 7))):
         drafter = lt.SuffixDrafter()
-        batches = [lt.Batch.of(part) for part in text.reshape(-1, 1000)]
+        batches = [lt.Batch.of(part.tolist()) for part in text.reshape(-1, 1000)]
 
         def add(drafter: lt.Drafter = drafter, batches: Any = batches) -> None:
             for batch in batches:
@@ -251,7 +248,13 @@ def main() -> None:
         if not arguments.options:
             prompts = chat_prompts(model)[:8]
             results["tokens per second / without a drafter"] = speeds(
-                arguments, model, {"chat": prompts, "chat, twice": [*prompts, *prompts], "loops": list(LOOPS)}
+                arguments,
+                model,
+                {
+                    "chat": prompts,
+                    "chat, twice": [*prompts, *prompts],
+                    "loops": [tokens_of(model, loop) for loop in LOOPS],
+                },
             )
     for key, value in results.items():
         if not isinstance(value, dict):
