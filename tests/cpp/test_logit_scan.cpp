@@ -15,9 +15,9 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 std::vector<float> random_logits(std::mt19937& random, int32_t n, float scale) {
-  std::normal_distribution<float> normal(0, scale);
+  std::normal_distribution<float> normal(0, 1);
   std::vector<float> logits(static_cast<size_t>(n));
-  for (float& logit : logits) logit = random() % 50 == 0 ? -kInfinity : normal(random);
+  for (float& logit : logits) logit = random() % 50 == 0 ? -kInfinity : scale * normal(random);
   logits[random() % logits.size()] = 3 * scale;
   return logits;
 }

@@ -39,12 +39,18 @@ struct Written {
   size_t n_shared = 0;
 };
 
+struct Found {
+  size_t length = 0;
+  int32_t token = -1;
+  double share = 0;
+};
+
 /// The longest suffix of `context` that was continued in any text, and its most frequent continuation; of
 /// equally frequent ones that of the latest occurrence. `order`: when each token was added.
-std::pair<size_t, int32_t> best_by_search(const std::vector<Written>& texts,
-                                          const std::vector<std::vector<size_t>>& order,
-                                          const Tokens& context) {
-  size_t longest = 0;
+Found best_by_search(const std::vector<Written>& texts, const std::vector<std::vector<size_t>>& order,
+                     const Tokens& context) {
+  Found result;
+  size_t& longest = result.length;
   std::map<int32_t, std::pair<size_t, size_t>> found;  // by token: occurrences, the latest
   for (size_t t = 0; t < texts.size(); ++t) {
     const Tokens& tokens = texts[t].tokens;
@@ -59,11 +65,13 @@ std::pair<size_t, int32_t> best_by_search(const std::vector<Written>& texts,
       latest = std::max(latest, order[t][end]);
     }
   }
-  int32_t best = -1;
+  size_t total = 0;
   for (const auto& [token, seen] : found) {
-    if (best < 0 || seen > found[best]) best = token;
+    total += seen.first;
+    if (result.token < 0 || seen > found[result.token]) result.token = token;
   }
-  return {longest, best};
+  if (total > 0) result.share = static_cast<double>(found[result.token].first) / static_cast<double>(total);
+  return result;
 }
 
 }  // namespace
@@ -144,15 +152,19 @@ TEST_CASE("guesses are those of a search through all texts") {
       const auto last = static_cast<int32_t>(below(n_tokens));
       Tokens context = written[number].tokens;
       Tokens expected;
+      std::vector<float> shares;
       size_t match = 0;
       for (int32_t next = last; expected.size() < 6; next = expected.back()) {
         context.push_back(next);
-        const auto [length, best] = best_by_search(written, order, context);
-        if (length == 0 || 2 * length < match) break;
-        if (expected.empty()) match = length;
-        expected.push_back(best);
+        const Found best = best_by_search(written, order, context);
+        if (best.length == 0 || 2 * best.length < match) break;
+        if (expected.empty()) match = best.length;
+        expected.push_back(best.token);
+        shares.push_back(static_cast<float>(best.share));
       }
-      REQUIRE(guess(cache, text, last, 6) == expected);
+      const auto guesses = cache.guess(text, last, 6, kAnyLength, 0);
+      REQUIRE(tokens_of(guesses) == expected);
+      for (size_t i = 0; i < guesses.size(); ++i) REQUIRE(guesses[i].prob == shares[i]);
     }
   }
 }
@@ -214,6 +226,69 @@ TEST_CASE("a text that grows while others fill the cache keeps its place") {
   for (int32_t i = 0; i < 100; ++i) add(cache, Tokens(100, 100 + i));
   for (const int32_t token : {5, 6, 7, 8, 5}) cache.append(text, token);
   CHECK(guess(cache, text, 6, 2) == Tokens{7, 8});
+}
+
+TEST_CASE("a text keeps its matches in older parts when a new one begins") {
+  std::mt19937 random(4);
+  Tokens known;
+  for (int32_t i = 0; i < 200; ++i) known.push_back(static_cast<int32_t>(random() % 2));
+  SuffixCache cache(1 << 18);
+  add(cache, known);
+  size_t n_bytes = 0;
+  size_t n_began = 0;
+  for (int32_t number = 0; number < 40 && n_began < 3; ++number) {
+    // New to the cache as a whole, so that each token takes room.
+    auto text = add(cache, {100 + number});
+    for (size_t i = 0; i + 2 < known.size(); ++i) {
+      cache.append(text, known[i]);
+      n_began += cache.n_bytes() > n_bytes ? 1 : 0;
+      n_bytes = cache.n_bytes();
+      if (i > 30) REQUIRE(guess(cache, text, known[i + 1], 1) == Tokens{known[i + 2]});
+    }
+  }
+  CHECK(n_began == 3);
+}
+
+TEST_CASE("of equally long and frequent matches that of the newest part counts") {
+  SuffixCache cache(1 << 16);
+  add(cache, {1, 2, 5});
+  const size_t n_bytes = cache.n_bytes();
+  for (int32_t i = 10; cache.n_bytes() == n_bytes; ++i) add(cache, Tokens(1, i));
+  add(cache, {1, 2, 6});
+  CHECK(guess(cache, add(cache, {1}), 2, 1) == Tokens{6});
+  add(cache, {1, 2, 7});
+  add(cache, {1, 2, 7});
+  CHECK(guess(cache, add(cache, {1}), 2, 1) == Tokens{7});
+}
+
+TEST_CASE("a text is resumed where it is known as a whole, else anew") {
+  SuffixCache cache(1 << 16);
+  add(cache, {8, 1, 2, 3});
+  auto text = cache.resume({8, 1, 2});
+  cache.append(text, 6);
+  CHECK(guess(cache, add(cache, {8, 1}), 2, 1) == Tokens{6});
+  auto other = cache.resume({9, 1, 2, 3});
+  cache.append(other, 5);
+  CHECK(guess(cache, add(cache, {8, 1, 2}), 3, 1).empty());
+}
+
+TEST_CASE("an automaton takes no more room than it may, however full it is") {
+  std::mt19937 random(5);
+  for (size_t max_bytes = 500; max_bytes < 3000; ++max_bytes) {
+    SuffixAutomaton automaton(max_bytes);
+    const size_t n_bytes = automaton.n_bytes();
+    REQUIRE(n_bytes <= max_bytes);
+    std::vector<SuffixAutomaton::Place> ends(2);
+    for (bool has_room = true; has_room;) {
+      auto& end = ends[random() % ends.size()];
+      if (random() % 20 == 0) end = {};
+      has_room = automaton.append(end, static_cast<int32_t>(random() % 6));
+    }
+    REQUIRE(automaton.n_bytes() == n_bytes);
+    automaton.clear();
+    SuffixAutomaton::Place end;
+    REQUIRE(automaton.append(end, 1));
+  }
 }
 
 }  // namespace llamatap
