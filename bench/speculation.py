@@ -215,7 +215,7 @@ def overhead(arguments: argparse.Namespace) -> dict[str, Any]:
         "n-grams": lt.NGramDrafter,
         "suffixes": lt.SuffixDrafter,
     }
-    results = {}
+    results: dict[str, float] = {}
     with lt.Model(fetch("smollm2")) as model:
         for n in (1, 8):
             context = model.context(n_ctx=1024 * n, n_seq_max=n, n_threads=arguments.threads)
