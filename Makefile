@@ -8,6 +8,7 @@
 # make stubs       writes python/llamatap/_core.pyi, after a change to csrc/bind
 # make bench       prints ratios to a plain decode, writes bench/results/
 # make bench-drafting  speed against the engine's own drafting; writes bench/results/
+# make bench-text-drafters  drafters without a model against the engine's; writes bench/results/
 # make architectures   writes docs/architectures.md and its snapshot, after a change of the engine
 # make dev         an editable install that rebuilds on import
 # make package     builds the sdist and the wheel from it; checks both in empty environments
@@ -26,7 +27,7 @@ export LLAMATAP_CACHE ?= $(abspath $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamat
 export CCACHE_BASEDIR ?= /
 export CCACHE_NOHASHDIR ?= true
 
-.PHONY: demo test test-quick test-cpp test-page architectures lint format stubs bench bench-drafting dev package clean
+.PHONY: demo test test-quick test-cpp test-page architectures lint format stubs bench bench-drafting bench-text-drafters dev package clean
 
 # On Debian, venv and the headers are separate packages.
 define HAVE_PYTHON
@@ -81,7 +82,7 @@ build/fidelity/quantize: $(VENV)/.installed tests/fidelity/CMakeLists.txt tests/
 
 # Speculative decoding, to measure ours against.
 SPECULATIVE := build/peer/llama-speculative-simple
-$(SPECULATIVE): $(VENV)/.installed bench/peer/CMakeLists.txt tests/archs/load_backend.cpp
+$(SPECULATIVE): $(VENV)/.installed bench/peer/CMakeLists.txt bench/peer/replay.cpp tests/archs/load_backend.cpp
 	$(call ENGINE_PROGRAM,bench/peer,build/peer,peers)
 
 # One process a core; each takes whole test files.
@@ -150,6 +151,9 @@ bench: $(VENV)/.installed
 
 bench-drafting: build/fidelity/quantize $(SPECULATIVE)
 	$(BIN)/python bench/speculation.py
+
+bench-text-drafters: $(SPECULATIVE)
+	$(BIN)/python bench/text_drafters.py
 
 dev: $(VENV)/.tools
 	$(PIP) install --no-build-isolation --editable ".[dataset,demo,server]"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,10 @@ def machine() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def median(values: list[float]) -> float:
+    return round(statistics.median(values), 3)
 
 
 def timed(work: Callable[[], object]) -> float:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import argparse
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 
 import gguf
 import numpy as np
-from common import machine, timed, write_results
+from common import machine, median, timed, write_results
 
 import llamatap as lt
 from llamatap._native import native_of
@@ -43,10 +43,6 @@ WAITS: dict[str, tuple[object, ...]] = {
     "--poll 0": ("--poll", 0, "--poll-draft", 0),
 }
 PROMPT = "The history of the lighthouse begins with fires on hills. Later, people built towers of stone, and"
-
-
-def median(values: list[float]) -> float:
-    return round(statistics.median(values), 3)
 
 
 def quantized(source: Path, target: Path, file_type: int) -> Path:
@@ -211,9 +207,45 @@ def against_engine(arguments: argparse.Namespace, folder: Path) -> dict[str, Any
     return results
 
 
+def overhead(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Time of generation in relation to the engine calls in it, after the prompts' own pass: SmolLM2 as
+    published, one sequence and eight, greedy and sampled, with and without a drafter."""
+    drafters: dict[str, Callable[[], lt.Drafter | None]] = {
+        "plain": lambda: None,
+        "n-grams": lt.NGramDrafter,
+        "suffixes": lt.SuffixDrafter,
+    }
+    results: dict[str, float] = {}
+    with lt.Model(fetch("smollm2")) as model:
+        for n in (1, 8):
+            context = model.context(n_ctx=1024 * n, n_seq_max=n, n_threads=arguments.threads)
+            native = native_of(context)
+            ratios: dict[str, list[float]] = {}
+            for _ in range(arguments.rounds):
+                for temperature in (0.0, 0.8):
+                    for name, make in drafters.items():
+                        events = lt.generate(
+                            context,
+                            [PROMPT] * n,
+                            make(),
+                            max_tokens=arguments.tokens,
+                            ignore_eos=True,
+                            temperature=temperature,
+                            seed=1,
+                            stream=True,
+                        )
+                        next(events)
+                        before = native.engine_seconds
+                        seconds = timed(partial(deque, events, maxlen=0))
+                        label = f"{n} at once, temperature {temperature}, {name}"
+                        ratios.setdefault(label, []).append(seconds / (native.engine_seconds - before))
+            results |= {label: median(values) for label, values in ratios.items()}
+    return results
+
+
 def together(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Speed-up of eight sequences in one context over one after the other, on a tiny model; and that of the
-    engine's passes alone: eight passes of four rows against one pass of all 32."""
+    engine's passes alone: eight passes of one row, and of four as with drafts, against one pass of all."""
     from support.tiny import TinyLlama
 
     tiny = TinyLlama(n_layer=5)
@@ -239,11 +271,14 @@ def together(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 first = timed(alone)
                 ratios.append(first / timed(all_of_them))
             results[f"8 sequences together / one after another, {name}"] = median(ratios)
-        results["the same of the engine's passes of four rows a sequence"] = passes(model, arguments)
+        for rows in (1, 4):
+            results[f"the same of the engine's passes, rows of a sequence: {rows}"] = passes(
+                model, arguments, rows
+            )
     return results
 
 
-def passes(model: lt.Model, arguments: argparse.Namespace) -> float:
+def passes(model: lt.Model, arguments: argparse.Namespace, rows: int) -> float:
     ratios = []
     with model.context(n_ctx=2048, n_seq_max=8, n_threads=arguments.threads) as context:
         positions = [0] * 8
@@ -251,7 +286,7 @@ def passes(model: lt.Model, arguments: argparse.Namespace) -> float:
         def decode(seqs: range) -> None:
             batch = lt.Batch()
             for seq in seqs:
-                for _ in range(4):
+                for _ in range(rows):
                     batch.add(5, positions[seq], seq, True)
                     positions[seq] += 1
             context.decode(batch)
@@ -300,6 +335,7 @@ def main() -> None:
         results = {
             "machine": machine(),
             "engine": against_engine(arguments, folder),
+            "overhead": {"time / engine calls": overhead(arguments)},
             **together(arguments, folder),
             **memory(folder),
         }

@@ -8,6 +8,7 @@
 #include "draft/block_drafter.hpp"
 #include "draft/ngram.hpp"
 #include "draft/speculative_context.hpp"
+#include "draft/suffix_drafter.hpp"
 #include "draft/token_drafter.hpp"
 #include "engine/error.hpp"
 
@@ -20,6 +21,18 @@ constexpr std::tuple kSettings{
     Option{"p_min", &DraftSettings::p_min}, Option{"temperature", &DraftSettings::temperature},
     Option{"seed", &DraftSettings::seed},
 };
+
+constexpr std::tuple kSuffixSettings{
+    Option{"max_bytes", &SuffixSettings::max_bytes},
+    Option{"n_max", &SuffixSettings::n_max},
+    Option{"n_min", &SuffixSettings::n_min},
+    Option{"p_min", &SuffixSettings::p_min},
+    Option{"max_spec_factor", &SuffixSettings::max_spec_factor},
+};
+
+std::unique_ptr<Drafter> make_suffix_drafter(const SuffixSettings& settings) {
+  return std::make_unique<SuffixDrafter>(settings);
+}
 
 std::unique_ptr<Drafter> make_drafter(const std::shared_ptr<SpeculativeContext>& spec,
                                       const DraftSettings& settings) {
@@ -101,6 +114,11 @@ void register_drafter(py::module_& module) {
       },
       py::kw_only(), py::arg("n_longest"), py::arg("n_shortest"), py::arg("n_max"), py::arg("n_min"),
       "A drafter of the tokens that followed an earlier occurrence of the last n-gram.");
+  def_with_options(kSuffixSettings, [&](const auto&... settings) {
+    module.def("suffix_drafter", with_options(kSuffixSettings, &make_suffix_drafter), py::kw_only(),
+               settings...,
+               "A drafter of the tokens that followed the longest suffix of the text in any text before.");
+  });
 }
 
 }  // namespace llamatap::bind

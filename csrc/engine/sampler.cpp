@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "engine/error.hpp"
+#include "engine/logit_scan.hpp"
 
 namespace llamatap {
 
@@ -44,6 +44,10 @@ Sampler::Sampler(std::shared_ptr<Model> model, const SamplerOptions& options)
     add(llama_sampler_init_penalties(model_->vocab().size(), options.penalty_last_n, options.repeat_penalty,
                                      options.frequency_penalty, options.presence_penalty));
   }
+  const bool cuts = options.top_k > 0 || options.top_p < 1 || options.min_p > 0;
+  // The engine draws the numbers of LLAMA_DEFAULT_SEED from a seed that it does not tell.
+  only_temperature_ = llama_sampler_chain_n(chain_.get()) == 0 && options.logit_bias.empty() &&
+                      (options.temperature == 0 || (!cuts && options.seed != LLAMA_DEFAULT_SEED));
   if (options.temperature == 0) {
     add(llama_sampler_init_greedy());
     return;
@@ -68,12 +72,12 @@ void Sampler::check_bias() const {
   require(n_left > 0, "logit_bias rules all tokens out");
 }
 
-std::vector<llama_token_data> Sampler::candidates(const float* logits, int32_t n_vocab) const {
+void Sampler::candidates(const float* logits, int32_t n_vocab, std::vector<llama_token_data>& result) const {
   if (n_vocab != model_->vocab().size()) {
     throw InvalidInput("expected " + std::to_string(model_->vocab().size()) + " logits, found " +
                        std::to_string(n_vocab));
   }
-  std::vector<llama_token_data> result(static_cast<size_t>(n_vocab));
+  result.resize(static_cast<size_t>(n_vocab));
   for (int32_t token = 0; token < n_vocab; ++token) result[token] = {token, logits[token], 0.0F};
   for (const auto& [token, bias] : options_.logit_bias) result[token].logit += bias;
   float largest = -1;  // absolute value; -infinity (ruled out) is skipped
@@ -90,15 +94,12 @@ std::vector<llama_token_data> Sampler::candidates(const float* logits, int32_t n
         "logits up to " + std::to_string(largest) +
         " overflow when divided by the temperature; use temperature=0 for the most likely token");
   }
-  return result;
 }
 
 int32_t Sampler::sample(const float* logits, int32_t n_vocab) {
-  if (options_.temperature == 0 && llama_sampler_chain_n(chain_.get()) == 1 && options_.logit_bias.empty()) {
-    return most_likely(logits, n_vocab);
-  }
-  auto all = candidates(logits, n_vocab);
-  llama_token_data_array array{all.data(), all.size(), -1, false};
+  if (const int32_t token = sample_fast(logits, n_vocab); token >= 0) return token;
+  candidates(logits, n_vocab, candidates_);
+  llama_token_data_array array{candidates_.data(), candidates_.size(), -1, false};
   llama_sampler_apply(chain_.get(), &array);
   if (array.selected < 0 || array.selected >= static_cast<int64_t>(array.size)) {
     throw EngineFailed("the sampler chain chose no token");
@@ -108,22 +109,21 @@ int32_t Sampler::sample(const float* logits, int32_t n_vocab) {
   return token;
 }
 
-/// The token that a purely greedy chain chooses, without copying all candidates.
-int32_t Sampler::most_likely(const float* logits, int32_t n_vocab) const {
-  int32_t best = -1;
-  bool all_finite = n_vocab == model_->vocab().size();
-  for (int32_t token = 0; token < n_vocab && all_finite; ++token) {
-    const float logit = logits[token];
-    all_finite = logit < std::numeric_limits<float>::infinity();  // false for NaN, too
-    if (best < 0 || logit > logits[best]) best = token;
-  }
-  // candidates() throws the right error.
-  if (!all_finite || best < 0 || std::isinf(logits[best])) return candidates(logits, n_vocab).front().id;
-  return best;
+/// The token that the chain chooses if it consists of a temperature alone, 0 included; without copying all
+/// candidates. -1 where candidates() throws.
+int32_t Sampler::sample_fast(const float* logits, int32_t n_vocab) {
+  if (!only_temperature_ || n_vocab != model_->vocab().size()) return -1;
+  const LogitRange range = logit_range(logits, n_vocab);
+  if (!range.usable) return -1;
+  if (options_.temperature == 0) return first_largest(logits, n_vocab, range.largest);
+  if (!std::isfinite(range.largest_absolute / options_.temperature)) return -1;
+  const double point = std::uniform_real_distribution<double>(0.0, 1.0)(draws_);
+  return draw_softmax(logits, n_vocab, range.largest, options_.temperature, point);
 }
 
 void Sampler::distribution(const float* logits, int32_t n_vocab, float* probs) const {
-  auto all = candidates(logits, n_vocab);
+  std::vector<llama_token_data> all;
+  candidates(logits, n_vocab, all);
   llama_token_data_array array{all.data(), all.size(), -1, false};
   // The whole chain except the choice at its end.
   const int32_t n = llama_sampler_chain_n(chain_.get()) - 1;
@@ -149,6 +149,7 @@ void Sampler::seed_draws() {
   // The chain's own random numbers come from the seed alone; reusing them here would correlate tokens.
   std::seed_seq keys{options_.seed, 1U};
   random_.seed(keys);
+  draws_.seed(options_.seed);
 }
 
 double Sampler::uniform() { return std::uniform_real_distribution<double>()(random_); }

@@ -53,14 +53,21 @@ class Sampler {
  private:
   void seed_draws();
   void check_bias() const;
-  int32_t most_likely(const float* logits, int32_t n_vocab) const;
-  /// All tokens with their biased logits. Throws InvalidInput when the chain cannot choose one.
-  std::vector<llama_token_data> candidates(const float* logits, int32_t n_vocab) const;
+  int32_t sample_fast(const float* logits, int32_t n_vocab);
+  /// Sets `result` to all tokens with their biased logits. Throws InvalidInput when the chain cannot choose
+  /// one.
+  void candidates(const float* logits, int32_t n_vocab, std::vector<llama_token_data>& result) const;
 
   std::shared_ptr<Model> model_;
   SamplerOptions options_;
   std::mutex mutex_;
   std::mt19937 random_;
+  /// The same numbers as those of the chain's last sampler, for sample_fast().
+  std::mt19937 draws_;
+  /// Whether nothing but a temperature, 0 included, chooses the token.
+  bool only_temperature_ = false;
+  /// Kept from token to token: to allocate it takes as long as to fill it.
+  std::vector<llama_token_data> candidates_;
   llama_sampler_ptr chain_;
 };
 

@@ -17,6 +17,7 @@ from llamatap.drafting.model_drafters import (
 )
 from llamatap.drafting.ngram import NGramDrafter
 from llamatap.drafting.speculative_context import DraftOutput, SpeculativeContext
+from llamatap.drafting.suffix import SuffixDrafter
 from llamatap.drafting.text_drafters import CallableDrafter, TextDrafter
 from llamatap.errors import (
     BusyError,
@@ -89,6 +90,7 @@ __all__ = [
     "SpeculativeDrafter",
     "States",
     "Stats",
+    "SuffixDrafter",
     "Tap",
     "TextDrafter",
     "TokenLogprobs",

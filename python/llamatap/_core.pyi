@@ -28,6 +28,7 @@ __all__: list[str] = [
     "read_metadata",
     "shut_down",
     "speculative_drafter",
+    "suffix_drafter",
     "verify",
 ]
 
@@ -548,6 +549,18 @@ def speculative_drafter(
 ) -> Drafter:
     """
     A drafter on a draft context: token by token, or a block at a time.
+    """
+
+def suffix_drafter(
+    *,
+    max_bytes: typing.SupportsInt | typing.SupportsIndex,
+    n_max: typing.SupportsInt | typing.SupportsIndex,
+    n_min: typing.SupportsInt | typing.SupportsIndex,
+    p_min: typing.SupportsFloat | typing.SupportsIndex,
+    max_spec_factor: typing.SupportsFloat | typing.SupportsIndex,
+) -> Drafter:
+    """
+    A drafter of the tokens that followed the longest suffix of the text in any text before.
     """
 
 def verify(

@@ -41,11 +41,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--drafter",
         metavar="FILE",
-        help="an EAGLE-3, MTP or DFlash file, an mtp.safetensors or a smaller model; ngram; or mtp for the "
-        "model's own blocks",
+        help="an EAGLE-3, MTP or DFlash file, an mtp.safetensors or a smaller model; ngram or suffix, which "
+        "need only the text; or mtp for the model's own blocks",
     )
     parser.add_argument(
-        "--n-max", metavar="N", help="draft length in tokens, or auto (default: 8 with ngram, else 4)"
+        "--n-max",
+        metavar="N",
+        help="draft length in tokens, or auto (default: 8 with ngram, 64 with suffix, else 4)",
     )
     add_option(parser, DraftOptions, "p_min", text="end a draft before tokens below this probability")
     add_option(
@@ -96,7 +98,7 @@ def _draft_options(arguments: argparse.Namespace) -> DraftOptions:
     if arguments.drafter is None and arguments.n_max is not None:
         raise InvalidInputError("--n-max is the draft length, and needs --drafter")
     if arguments.p_min is not None and arguments.drafter in (None, "ngram"):
-        raise InvalidInputError("--p-min needs a drafter with probabilities: a file, or mtp")
+        raise InvalidInputError("--p-min needs a drafter with probabilities: a file, mtp or suffix")
     options: DraftOptions = {}
     if arguments.n_max is not None:
         options["n_max"] = draft_length(arguments.n_max)

@@ -102,10 +102,13 @@ def _add_completions(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="[NAME=]FILE",
-        help="a drafter file for the model; ngram; or mtp for the model's own blocks",
+        help="a drafter file for the model; ngram or suffix, which need only the text; or mtp for the "
+        "model's own blocks",
     )
     group.add_argument(
-        "--n-max", metavar="N", help="draft length in tokens, or auto (default: 8 with ngram, else 4)"
+        "--n-max",
+        metavar="N",
+        help="draft length in tokens, or auto (default: 8 with ngram, 64 with suffix, else 4)",
     )
     add_field(group, "--parallel", ModelOptions, "parallel", integers(1, 1024), "texts generated at once")
     group.add_argument(

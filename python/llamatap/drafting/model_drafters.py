@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, TypedDict
+from typing import TYPE_CHECKING, Annotated, ClassVar, TypedDict, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from llamatap.drafting.drafter import Drafter
 from llamatap.drafting.native_drafter import NativeDrafter
 from llamatap.drafting.ngram import NGramDrafter
 from llamatap.drafting.speculative_context import SpeculativeContext, call_at_close, load_draft
+from llamatap.drafting.suffix import SuffixDrafter, SuffixOptions
 from llamatap.errors import InvalidInputError
 from llamatap.loaded_model import LoadedModel
 from llamatap.states import States
@@ -267,8 +268,8 @@ def draft_contexts(drafter: Drafter) -> list[SpeculativeContext]:
 def named_drafter(
     context: Context, name: str, *, n_gpu_layers: int = 0, **options: Unpack[DraftOptions]
 ) -> Drafter:
-    """Make the drafter that a command line names: "ngram", "mtp" (the target's own blocks, which must be
-    loaded), or a file.
+    """Make the drafter that a command line names: "ngram", "suffix", "mtp" (the target's own blocks, which
+    must be loaded), or a file.
 
     :raises InvalidInputError: as in :func:`load_drafter`; or ``p_min`` with n-grams, which have no
         probabilities.
@@ -276,8 +277,10 @@ def named_drafter(
     """
     if name == "ngram":
         if options.keys() - {"n_max", "n_min"}:
-            raise InvalidInputError("n-grams have no probabilities; p_min needs a file, or mtp")
+            raise InvalidInputError("n-grams have no probabilities; p_min needs suffix, mtp or a file")
         return NGramDrafter(n_max=options.get("n_max", 8), n_min=options.get("n_min", 1))
+    if name == "suffix":
+        return SuffixDrafter(**cast("SuffixOptions", options))
     if name == "mtp":
         return MtpDrafter(SpeculativeContext(context, context.model), **options)
     draft = load_draft(context.model, name, n_gpu_layers=n_gpu_layers)

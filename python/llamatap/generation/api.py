@@ -29,6 +29,8 @@ __all__ = ["GenerateOptions", "generate"]
 
 # Maximum number of sequences in a context that is created here.
 _MOST_SEQUENCES = 8
+# How much more memory sequences with caches of their own may take than one cache for all.
+_MOST_OWN_CACHES = 1.5
 
 
 def _events(scheduler: Scheduler) -> Generator[Event, None, None]:
@@ -67,7 +69,12 @@ def _context_for(
     model = model_or_context
     wanted = [min(len(prompt) + max_tokens, max(model.n_ctx_train, len(prompt))) for prompt in prompts]
     n_seq_max = min(len(wanted), _MOST_SEQUENCES) if native_of(model).batches_sequences else 1
-    context = Context(model, n_ctx=sum(sorted(wanted)[-n_seq_max:]), n_seq_max=n_seq_max)
+    together = sum(sorted(wanted)[-n_seq_max:])
+    apart = n_seq_max * max(wanted, default=0)
+    # In one cache for all, each sequence's attention goes over the cells of the others too: eight texts of
+    # 800 tokens take 1.2 times as long. Caches of their own are as large as the longest text.
+    unified = apart > _MOST_OWN_CACHES * together
+    context = Context(model, n_ctx=together if unified else apart, n_seq_max=n_seq_max, kv_unified=unified)
     most = request_capacity(context)
     return context, [min(capacity, most) for capacity in wanted]
 

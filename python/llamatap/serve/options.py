@@ -28,7 +28,8 @@ class ModelOptions:
     :ivar n_ctx: KV cache size in tokens, shared by all in-flight texts; 0 for ``parallel`` times the trained
         length, at most 4,096 each.
     :ivar parallel: texts generated at once.
-    :ivar drafter: "ngram", "mtp" (the model's own blocks) or a drafter file; None for no drafter.
+    :ivar drafter: "ngram", "suffix" (one cache for all texts), "mtp" (the model's own blocks) or a drafter
+        file; None for no drafter.
     :ivar n_max: draft length in tokens; None for the drafter's default.
     """
 

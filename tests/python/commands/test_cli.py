@@ -216,6 +216,7 @@ def test_generate_with_a_drafter_prints_the_same_and_what_it_did(
         (cycle_model, str(eagle3)),
         (cycle_model, str(cycle_model)),
         (cycle_model, "ngram"),
+        (cycle_model, "suffix"),
         (whole, "mtp"),
     ):
         command = ["generate", str(model), "--prompt", "abc", "-n", "9", "--drafter", drafter]
@@ -223,7 +224,7 @@ def test_generate_with_a_drafter_prints_the_same_and_what_it_did(
         done = capsys.readouterr()
         assert done.out == "defghijkl\n"
         assert "generated  9 tokens (length)" in done.err
-        if drafter != "ngram":
+        if drafter not in ("ngram", "suffix"):
             assert "rounds  2, 4.00 tokens each" in done.err
             assert "drafted  6 tokens, 6 accepted" in done.err
             assert "by position  1.00 1.00 1.00" in done.err
@@ -255,6 +256,7 @@ def test_generate_stops_where_it_is_told_and_reads_files(
         (["--p-min", "7"], "--p-min needs a drafter with probabilities"),
         (["--p-min", "7", "--drafter", "ngram"], "--p-min needs a drafter with probabilities"),
         (["--p-min", "7", "--drafter", "MODEL"], "p_min must be in 0..1"),
+        (["--p-min", "7", "--drafter", "suffix"], "p_min must be in 0..1"),
     ],
 )
 def test_generate_says_what_is_wrong(

@@ -399,7 +399,13 @@ def test_wrong_functions_raise(function: Any, n_max: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [lt.NGramDrafter, lambda: lt.CallableDrafter(PromptLookup())], ids=["n-gram", "function"]
+    "make",
+    [
+        lt.NGramDrafter,
+        lambda: lt.SuffixDrafter(max_spec_factor=2),
+        lambda: lt.CallableDrafter(PromptLookup()),
+    ],
+    ids=["n-gram", "suffix", "function"],
 )
 def test_wrong_use_raises_and_changes_nothing(make: Any) -> None:
     drafter = make()

@@ -388,10 +388,11 @@ def test_states_with_a_stream_or_several_texts_are_refused(client: Client, state
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ngram", "model", "eagle3"])
+@pytest.mark.parametrize("kind", ["ngram", "suffix", "model", "eagle3"])
 def test_drafters_change_nothing(kind: str, tiny: TinyLlama, tiny_path: Path, tmp_path: Path) -> None:
     drafter = {
         "ngram": "ngram",
+        "suffix": "suffix",
         "model": str(nearly(tiny, tmp_path / "other.gguf", noise=0.02)),
         "eagle3": str(drafters.write_eagle3(tmp_path / "eagle3.gguf")),
     }[kind]

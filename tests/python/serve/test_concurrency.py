@@ -70,7 +70,7 @@ async def answer(client: Client, number: int) -> tuple[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", [None, "ngram"])
+@pytest.mark.parametrize("drafter", [None, "ngram", "suffix"])
 def test_sixteen_clients_at_once_get_what_each_gets_alone(
     tiny_chat_path: Path, tiny_model: lt.Model, drafter: str | None
 ) -> None:
