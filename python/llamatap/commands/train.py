@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ _NUMBERS: tuple[tuple[str, Any, Any, str], ...] = (
     ("measure_minutes", number_above(0), 3.0, "minutes between measurements"),
     ("engine_prompts", integers(0), 8, "prompts on which the engine drafts then; 0 for none"),
     ("engine_tokens", integers(1), 64, "tokens that it generates after each"),
+    ("save_seconds", number_above(0), 60.0, "seconds between saves, the most that a kill costs"),
     ("max_length", integers(2), None, "tokens of a sample (default: the trained length)"),
 )
 
@@ -97,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         template=template,
         supervise_empty_thoughts=arguments.supervise_empty_thoughts,
     )
-    with _Bars(quiet=arguments.quiet) as bars:
+    with _Bars(quiet=arguments.quiet) as bars, _told(arguments.output):
         found = train_head(
             arguments.kind,
             arguments.target,
@@ -118,6 +121,18 @@ def run(arguments: argparse.Namespace) -> int:
             )
     print(f"{found.path}, {found.path.stat().st_size:,} bytes; its card is {found.card}")
     return 0
+
+
+@contextlib.contextmanager
+def _told(output: Path) -> Iterator[None]:
+    """Say how to continue a training that is interrupted."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        folder = output.with_name(output.name + ".training")
+        if (folder / "state.pt").exists():
+            print(f"continue with --resume; {folder} has what was trained", file=sys.stderr)
+        raise
 
 
 class _Bars:

@@ -77,14 +77,15 @@ class TargetWeights:
                 f"{path.name} has {source.arch}{beyond[0]}: its logits are more than a norm and a head, "
                 "which the training of drafters does not compute"
             )
-        embedding = source.values("token_embd.weight")
+        # Copies where the file is mapped: PyTorch wants memory that it may write to.
+        embedding = np.require(source.values("token_embd.weight"), requirements="W")
         own_head = "output.weight" in source.names
         n_head = _largest(source.key(".attention.head_count"))
         return cls(
             source.arch,
             embedding,
-            source.values("output_norm.weight"),
-            source.values("output.weight") if own_head else embedding,
+            np.require(source.values("output_norm.weight"), requirements="W"),
+            np.require(source.values("output.weight"), requirements="W") if own_head else embedding,
             int(source.key(".block_count")),
             n_head,
             _largest(source.key(".attention.head_count_kv", n_head)),

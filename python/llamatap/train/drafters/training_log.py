@@ -59,9 +59,13 @@ class TrainingLog:
                 left.plot(*zip(*points, strict=True), marker=".", label=label)
         left.set(xlabel="minutes", ylabel="tokens per round", ylim=(1, None))
         left.legend(frameon=False)
-        for step in range(len(self.entries[-1]["training"]["loss"])):
+        trained = [one for one in self.entries if one["training"]]
+        for step in range(len(trained[0]["training"]["loss"]) if trained else 0):
             right.plot(
-                minutes, [one["training"]["loss"][step] for one in self.entries], label=f"step {step + 1}"
+                [one["seconds"] / 60 for one in trained],
+                [one["training"]["loss"][step] for one in trained],
+                marker=".",
+                label=f"step {step + 1}",
             )
         right.set(xlabel="minutes", ylabel="cross-entropy (nats)")
         right.legend(frameon=False)

@@ -1,0 +1,300 @@
+"""Training a head from texts to a draft file: order, resumption, held-out samples, files, refusals."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from support.tiny import TinyLlama
+
+import llamatap as lt
+from llamatap import dataset
+
+torch = pytest.importorskip("torch", reason="needs PyTorch; `nox -s train` installs it")
+
+from llamatap.train.drafters.api import train_head  # noqa: E402
+from llamatap.train.drafters.options import HeadTrainingOptions  # noqa: E402
+from llamatap.train.drafters.sample_split import draft_vocabulary, prompt_of, split_by_prompt  # noqa: E402
+from llamatap.train.drafters.sample_tensors import SampleTensors  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+QUICK: dict[str, Any] = {
+    "draft_vocab": 0,
+    "batch_tokens": 256,
+    "learning_rate": 3e-3,
+    "warmup": 4,
+    "device": "cpu",
+    "held_out": 4,
+    "engine_prompts": 2,
+    "engine_tokens": 12,
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return TinyLlama(n_layer=7, seed=3).write(tmp_path_factory.mktemp("target") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def texts(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Greedy texts of the target itself."""
+    rng = np.random.default_rng(7)
+    path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
+    prompts = [rng.integers(0, 256, int(rng.integers(3, 9))).tolist() for _ in range(96)]
+    with lt.Model(target) as model, path.open("w") as file:
+        for found in lt.generate(model, prompts, max_tokens=24, ignore_eos=True):
+            n_prompt, n = len(found.prompt), len(found.tokens)
+            ids = [*found.prompt.tolist(), *found.tokens.tolist()]
+            file.write(json.dumps({"input_ids": ids, "loss_mask": [0] * n_prompt + [1] * n}) + "\n")
+    return path
+
+
+def options(**changes: Any) -> HeadTrainingOptions:
+    return HeadTrainingOptions(**{**QUICK, **changes})
+
+
+def output(folder: Path, kind: str) -> Path:
+    return folder / ("draft.gguf" if kind == "eagle3" else "draft.safetensors")
+
+
+def log_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_a_head_learns_and_its_file_drafts(kind: Any, target: Path, texts: Path, tmp_path: Path) -> None:
+    made = train_head(
+        kind,
+        target,
+        texts,
+        output(tmp_path, kind),
+        options(epochs=24),
+        type="f32",
+        command=["llamatap", "train"],
+    )
+    first, last = log_of(made.folder)[0], made.figures
+    assert first["step"] < last["step"]
+    assert first["training"]["loss"][0] > last["training"]["loss"][0]
+    # 259 tokens: what is drawn at random would be right in 0.4 % of the cases.
+    assert last["held_out"]["by_position"][0] > 0.1
+    with lt.Model(target) as model, model.context(n_ctx=512) as context:
+        drafter = lt.load_drafter(context, made.path, n_max=3)
+        prompts = [json.loads(line)["input_ids"][:6] for line in texts.read_text().splitlines()[:6]]
+        found = list(lt.generate(context, prompts, drafter, max_tokens=24, ignore_eos=True))
+        drafter.spec.close()
+    accepted = sum(one.stats.accepted for one in found)
+    assert accepted / sum(one.stats.rounds for one in found) > 0.2
+    card = made.card.read_text()
+    assert "Made with:\n\n    llamatap train\n" in card
+    assert f"| {last['engine']['tokens_per_round']:.2f} |" in card
+    assert made.card.name == "draft.md"
+
+
+def weights(folder: Path) -> dict[str, NDArray[Any]]:
+    state = torch.load(folder / "state.pt", weights_only=True)["head"]
+    return {name: values.numpy() for name, values in state.items()}
+
+
+def test_a_continued_training_ends_as_an_uninterrupted_one(
+    target: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = train_head("eagle3", target, texts, tmp_path / "whole.gguf", options(epochs=2))
+    from llamatap.train.drafters.trainer import HeadTrainer
+
+    one_step = HeadTrainer._one_step
+
+    def stopping(trainer: HeadTrainer) -> None:
+        if trainer.step == 5:
+            raise KeyboardInterrupt
+        one_step(trainer)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HeadTrainer, "_one_step", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            train_head("eagle3", target, texts, tmp_path / "cut.gguf", options(epochs=2))
+    assert not (tmp_path / "cut.gguf").exists()
+    with pytest.raises(lt.InvalidInputError, match="holds a training; continue it"):
+        train_head("eagle3", target, texts, tmp_path / "cut.gguf", options(epochs=2))
+    with pytest.raises(lt.InvalidInputError, match="another training: seed was 0, is 1"):
+        train_head("eagle3", target, texts, tmp_path / "cut.gguf", options(epochs=2, seed=1, resume=True))
+    cut = train_head("eagle3", target, texts, tmp_path / "cut.gguf", options(epochs=2, resume=True))
+    found, expected = weights(cut.folder), weights(whole.folder)
+    assert all((found[name] == values).all() for name, values in expected.items())
+    assert (tmp_path / "cut.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+    other = train_head("eagle3", target, texts, tmp_path / "other.gguf", options(epochs=2, seed=1))
+    assert any((weights(other.folder)[name] != values).any() for name, values in expected.items())
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_killed_training_continues(end: signal.Signals, target: Path, texts: Path, tmp_path: Path) -> None:
+    draft = tmp_path / "draft.gguf"
+    folder = tmp_path / "draft.gguf.training"
+    command = [sys.executable, "-m", "llamatap", "train", "eagle3", str(target), str(texts), "-o", str(draft)]
+    command += ["--draft-vocab", "0", "--batch-tokens", "256", "--held-out", "4", "--engine-prompts", "0"]
+    command += ["--device", "cpu", "--quiet", "--epochs", "1000000", "--save-seconds", "0.2"]
+    endless = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 120
+        while not (folder / "state.pt").exists():
+            assert endless.poll() is None, endless.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(0.5)
+        endless.send_signal(end)
+        told = endless.communicate(timeout=60)[1]
+    finally:
+        endless.kill()
+    assert endless.returncode != 0
+    assert "Traceback" not in told
+    if end != signal.SIGKILL:
+        assert f"continue with --resume; {folder}" in told
+    # Its minutes are over, so it ends at once, with the files.
+    found = subprocess.run(
+        [*command, "--resume", "--minutes", "0.001"], capture_output=True, text=True, timeout=300
+    )
+    assert found.returncode == 0, found.stderr
+    assert draft.exists()
+    assert 0 < torch.load(folder / "state.pt", weights_only=True)["step"] < 1_000_000
+
+
+@pytest.mark.parametrize("layout", ["npy", "speculators"])
+def test_a_data_set_of_states_trains_as_the_texts_do(
+    layout: str, target: Path, texts: Path, tmp_path: Path
+) -> None:
+    with lt.Model(target) as model:
+        chosen = dataset.Options(layout=layout, layers=[2, 5, 1])
+        dataset.write(model, texts, tmp_path / "states", chosen)
+    from_states = train_head(
+        "eagle3", target, tmp_path / "states", tmp_path / "a.gguf", options(epochs=2, layers=[2, 5, 1])
+    )
+    from_texts = train_head("eagle3", target, texts, tmp_path / "b.gguf", options(epochs=2, layers=[2, 5, 1]))
+    found, expected = weights(from_states.folder), weights(from_texts.folder)
+    for name, values in expected.items():
+        # The states were computed in other batches, and rounded to bfloat16 in both.
+        assert np.abs(found[name] - values).max() < 0.02 * np.abs(values).max() + 1e-6, name
+    with pytest.raises(lt.InvalidInputError, match=r"the head needs \[0, 1, 3, 7\]: \[0, 3\] are missing"):
+        train_head("eagle3", target, tmp_path / "states", tmp_path / "c.gguf", options(layers=[0, 1, 3]))
+
+
+def tensors(lengths: list[int], prompts: list[int], seed: int = 0) -> SampleTensors:
+    """Samples of random tokens; sample i has ``prompts[i]`` tokens that do not count."""
+    rng = np.random.default_rng(seed)
+    found = SampleTensors.empty(sum(lengths), 2, 4)
+    for length, prompt in zip(lengths, prompts, strict=True):
+        mask = np.arange(length) >= prompt
+        found.add(rng.integers(0, 3, length), mask, rng.standard_normal((length, 2, 4)))
+    return found
+
+
+def test_no_prompt_of_a_held_out_sample_is_trained_on() -> None:
+    # Prompts of two tokens out of three: many are the same.
+    samples = tensors([8] * 64, [2] * 64)
+    training, held_out = split_by_prompt(samples, 3, seed=5)
+    assert len(held_out) == 3
+    prompts = {prompt_of(samples, i).tobytes() for i in held_out}
+    assert len(training) < 61
+    assert all(prompt_of(samples, i).tobytes() not in prompts for i in training)
+    again = split_by_prompt(samples, 3, seed=5)
+    assert again == (training, held_out)
+    assert split_by_prompt(samples, 3, seed=6) != again
+    assert len(split_by_prompt(samples, 10**6, seed=5)[1]) == 8
+    with pytest.raises(lt.InvalidInputError, match="nothing to train on: 8 samples, 1 of them held out"):
+        split_by_prompt(alike(8), 1, seed=0)
+
+
+def alike(n: int) -> SampleTensors:
+    """The same sample n times."""
+    samples = SampleTensors.empty(2 * n, 1, 4)
+    for _ in range(n):
+        samples.add(np.array([1, 2], np.int32), np.array([0, 1]), np.zeros((2, 1, 4)))
+    return samples
+
+
+def test_batches_have_every_sample_once_and_hold_their_size() -> None:
+    lengths = [3, 50, 7, 7, 120, 31, 8, 9, 64, 2]
+    samples = tensors(lengths, [1] * 10)
+    number = set()
+    for seed in range(5):
+        found = samples.batches(range(10), 128, np.random.default_rng(seed))
+        number.add(len(found))
+        assert sorted(i for batch in found for i in batch) == list(range(10))
+        for batch in found:
+            padded = len(batch) * max(lengths[i] for i in batch)
+            assert padded <= 128 or len(batch) == 1
+    assert len(number) == 1
+
+
+def test_padding_does_not_count() -> None:
+    samples = tensors([3, 6], [1, 2])
+    batch = samples.batch([0, 1])
+    assert batch.tokens.shape == (2, 6)
+    assert batch.loss_mask.tolist() == [[False, True, True, False, False, False], [False] * 2 + [True] * 4]
+    assert (batch.tokens[0, :3] == samples.tokens[:3]).all()
+    assert (batch.features[1] == samples.columns[0][3:]).all()
+    assert (batch.last[1] == samples.columns[1][3:]).all()
+
+
+def test_the_draft_vocabulary_is_the_most_frequent_tokens() -> None:
+    counts = np.array([5, 0, 9, 5, 1, 5])
+    tokens, coverage = draft_vocabulary(counts, 3)
+    # Of equally frequent ones the first.
+    assert tokens.tolist() == [0, 2, 3]
+    assert coverage == 19 / 25
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "changes", "message"),
+    [
+        ("eagle3", "a.safetensors", {}, "the output of eagle3 is a .gguf file; found a.safetensors"),
+        ("mtp", "a.gguf", {}, "the output of mtp is a .safetensors file; found a.gguf"),
+        ("eagle3", "a.gguf", {"layers": [1, 2]}, r'three layers, 0..7, not "norm"; found \[1, 2\]'),
+        ("eagle3", "a.gguf", {"layers": [1, 2, "norm"]}, "three layers"),
+        ("medusa", "a.gguf", {}, "kind must be"),
+    ],
+)
+def test_refused(
+    kind: Any, name: str, changes: dict[str, Any], message: str, target: Path, texts: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(lt.InvalidInputError, match=message):
+        train_head(kind, target, texts, tmp_path / name, options(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decay": 0}, "decay must be above 0"),
+        ({"learning_rate": float("nan")}, "learning_rate must be above 0"),
+        ({"steps": 0}, "steps"),
+        ({"precision": "int8"}, "precision"),
+        ({"minutes": -1}, "minutes must be above 0"),
+    ],
+)
+def test_wrong_options(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(lt.InvalidInputError, match=message):
+        options(**changes)
+
+
+def test_two_trainings_of_one_output(target: Path, texts: Path, tmp_path: Path) -> None:
+    from llamatap.storage.locks import locked
+
+    folder = tmp_path / "draft.gguf.training"
+    folder.mkdir()
+    with locked(folder), pytest.raises(lt.InvalidInputError, match="another process trains in"):
+        train_head("eagle3", target, texts, tmp_path / "draft.gguf", options())
+
+
+def test_a_target_of_another_file(target: Path, texts: Path, tmp_path: Path) -> None:
+    with lt.Model(target) as model:
+        dataset.write(model, texts, tmp_path / "states", dataset.Options(layout="npy", layers=[1, 2, 3]))
+    other = TinyLlama(n_layer=7, seed=4).write(tmp_path / "other.gguf")
+    with pytest.raises(lt.InvalidInputError, match="holds states of another file"):
+        train_head("eagle3", other, tmp_path / "states", tmp_path / "a.gguf", options(layers=[1, 2, 3]))
