@@ -103,6 +103,20 @@ def test_a_prompt_that_was_cut_is_told_of(
         assert lt.States.load(out).truncated is cut
 
 
+def test_a_prompt_longer_than_the_model_was_trained_for_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(TinyLlama(n_ctx=300).write(tmp_path / "short.gguf"))
+    text = "a" * 300
+    assert main(["extract", model, "--text", text, "-o", str(tmp_path / "o.safetensors")]) == 1
+    found = capsys.readouterr().err
+    assert "301 tokens" in found
+    assert "300 that the model was trained for; cut it with --max-length\n" in found
+    assert main(["generate", model, "--prompt", text, "-n", "3"]) == 1
+    assert "the prompt has 301 tokens; the model was trained for 300: cut" in capsys.readouterr().err
+    assert main(["generate", model, "--prompt", text[1:], "-n", "3"]) == 0
+
+
 def test_parameters_are_counted(
     smollm2: lt.Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
