@@ -22,6 +22,7 @@ from llamatap.context_options import ContextOptions
 from llamatap.errors import ContextFullError, InvalidInputError
 from llamatap.extraction.inputs import parse_window
 from llamatap.layers import CONVENTIONS
+from llamatap.storage.tensor_files import check_suffix
 
 __all__ = ["add", "run"]
 
@@ -59,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     from llamatap import Extractor
     from llamatap.layers import translate_for
 
+    check_suffix(arguments.output)
     layers = layer_ids(arguments.layers)
     window = None if arguments.window is None else parse_window("--window", arguments.window)
     with load_model(arguments) as model:

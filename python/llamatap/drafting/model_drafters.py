@@ -19,7 +19,7 @@ from llamatap.drafting.drafter import Drafter
 from llamatap.drafting.native_drafter import NativeDrafter
 from llamatap.drafting.ngram import NGramDrafter
 from llamatap.drafting.speculative_context import SpeculativeContext, call_at_close
-from llamatap.errors import InvalidInputError
+from llamatap.errors import InvalidInputError, ModelNotFoundError
 from llamatap.loaded_model import LoadedModel
 from llamatap.model import Model
 from llamatap.states import States
@@ -246,6 +246,8 @@ def load_drafter(
         has MTP blocks but was loaded without them; or a number is out of range.
     :raises ModelLoadError: the file cannot be loaded.
     """
+    if isinstance(context, LoadedModel):
+        raise InvalidInputError("expected the target's context, found its model: make one by model.context()")
     instance("context", context, Context)
     spec = _beside(context, draft)
     if spec.kind == "model" and isinstance(draft, LoadedModel):
@@ -281,4 +283,6 @@ def named_drafter(
         return NGramDrafter(n_max=options.get("n_max", 8), n_min=options.get("n_min", 1))
     if name == "mtp":
         return MtpDrafter(SpeculativeContext(context, context.model), **options)
+    if not os.path.exists(name):
+        raise ModelNotFoundError(f"no drafter {name}: expected ngram, mtp, or a file")
     return load_drafter(context, Model(name, n_gpu_layers=n_gpu_layers, load_mtp=True), **options)
