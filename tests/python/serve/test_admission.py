@@ -194,6 +194,21 @@ def test_what_is_no_json_is_said_so(
     assert message in found.json()["error"]["message"]
 
 
+def test_requests_refused_before_routing_count_for_their_path(tiny_path: Path) -> None:
+    with running([tiny_options(tiny_path)]) as server:
+        assert server.client.post("/v1/completions", content=b"{}").status_code == 400
+        assert server.client.post("/v1/other", content=b"{}").status_code == 400
+        counted = server.client.get("/metrics").text
+    assert 'llamatap_requests_total{path="/v1/completions",status="400"} 1.0' in counted
+    assert 'llamatap_requests_total{path="other",status="400"} 1.0' in counted
+
+
+def test_the_head_of_the_page(server: Running) -> None:
+    found = server.client.head("/")
+    assert (found.status_code, found.content) == (200, b"")
+    assert found.headers["content-length"] == server.client.get("/").headers["content-length"]
+
+
 @pytest.mark.parametrize(
     ("host", "status"),
     [
