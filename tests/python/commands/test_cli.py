@@ -151,6 +151,7 @@ def test_parameters_are_counted(
         ["extract", "MODEL", "--chat", "x", "-o", "o"],
         ["extract", "MODEL", "--file", "missing.txt", "-o", "o"],
         ["extract", "MODEL", "--text", "x", "-o", "x.npy"],
+        ["encode", "MODEL", "x", "--preset", "z-image", "-o", "x.npy"],
         ["fetch", "gpt5"],
     ],
 )
