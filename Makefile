@@ -46,17 +46,30 @@ python:
 	    exit 1; \
 	  fi; }
 
-# Tools for builds and tests, installed once for each state of pyproject.toml.
-$(VENV)/.tools: pyproject.toml | python
+# Tools for builds, installed once for each state of pyproject.toml.
+$(VENV)/.build-tools: pyproject.toml | python
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet "pip>=25.1"
-	$(PIP) install --quiet --group build --group test --group lint --group dev
+	$(PIP) install --quiet --group build
 	touch $@
 
-# The package, compiled in the persistent folder build/.
-$(VENV)/.installed: $(VENV)/.tools $(SOURCES)
-	$(PIP) install --no-build-isolation ".[dataset,demo,server]"
+# Tools for tests and checks.
+$(VENV)/.tools: $(VENV)/.build-tools
+	$(PIP) install --quiet --group test --group lint --group dev
 	touch $@
+
+# The package is compiled in a folder that pip alone never uses: `pip install .` leaves CMake's cache with the paths of
+# a build environment that it then removes. Its objects serve C++ tests and clang-tidy too.
+CORE_BUILD := build/core
+INSTALL := $(PIP) install --no-build-isolation -C build-dir=$(CORE_BUILD)
+
+$(VENV)/.installed: $(VENV)/.build-tools $(SOURCES)
+	$(INSTALL) ".[dataset,demo,server]"
+	touch $@
+
+# Missing beside a fresh package after `rm -rf build`.
+$(CORE_BUILD)/build.ninja: | $(VENV)/.installed
+	test -f $@ || $(INSTALL) ".[dataset,demo,server]"
 
 demo: $(VENV)/.installed
 	$(BIN)/llamatap demo
@@ -86,10 +99,10 @@ $(SPECULATIVE): $(VENV)/.installed bench/peer/CMakeLists.txt bench/peer/replay.c
 	$(call ENGINE_PROGRAM,bench/peer,build/peer,peers)
 
 # One process a core; each takes whole test files.
-test: $(VENV)/.installed $(ARCHS) test-cpp
+test: $(VENV)/.tools $(VENV)/.installed $(ARCHS) test-cpp
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
-test-quick: $(VENV)/.installed $(ARCHS) test-cpp
+test-quick: $(VENV)/.tools $(VENV)/.installed $(ARCHS) test-cpp
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile -m "not slow and not real_model and not fuzz"
 
 # doctest, from Debian's packages.
@@ -103,13 +116,10 @@ doctest:
 	    exit 1; \
 	  fi; }
 
-# The folder that the package was compiled in: its objects serve tests and clang-tidy.
-CORE_BUILD = $(shell ls -d build/cp$$($(BIN)/python -c "import sys; print('%d%d' % sys.version_info[:2])")-*-Release)
-
-test-cpp: $(VENV)/.installed | doctest
-	$(BIN)/cmake "$(CORE_BUILD)" >/dev/null
-	$(BIN)/cmake --build "$(CORE_BUILD)" --target llamatap_tests
-	"$(CORE_BUILD)/llamatap_tests"
+test-cpp: $(VENV)/.installed $(CORE_BUILD)/build.ninja | doctest
+	$(BIN)/cmake $(CORE_BUILD) >/dev/null
+	$(BIN)/cmake --build $(CORE_BUILD) --target llamatap_tests
+	$(CORE_BUILD)/llamatap_tests
 
 # A browser and its driver, from Debian's packages.
 .PHONY: browser
@@ -122,18 +132,18 @@ browser:
 	    exit 1; \
 	  fi; }
 
-test-page: $(VENV)/.installed | browser
+test-page: $(VENV)/.tools $(VENV)/.installed | browser
 	$(PIP) install --quiet --group page
 	$(BIN)/python -m pytest tests/page
 
-architectures: $(ARCHS)
+architectures: $(VENV)/.tools $(ARCHS)
 	$(BIN)/python tools/architecture_table.py
 
-lint: $(VENV)/.installed
+lint: $(VENV)/.tools $(VENV)/.installed $(CORE_BUILD)/build.ninja
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $$(find csrc tests/cpp -name '*.cpp' -o -name '*.hpp')
-	$(BIN)/python $(BIN)/run-clang-tidy.py -clang-tidy-binary $(BIN)/clang-tidy -p "$(CORE_BUILD)" -quiet '/csrc/'
+	$(BIN)/python $(BIN)/run-clang-tidy.py -clang-tidy-binary $(BIN)/clang-tidy -p $(CORE_BUILD) -quiet '/csrc/'
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/stubs.py --check
@@ -143,20 +153,20 @@ format: $(VENV)/.tools
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $$(find csrc tests/cpp -name '*.cpp' -o -name '*.hpp')
 
-stubs: $(VENV)/.installed
+stubs: $(VENV)/.tools $(VENV)/.installed
 	$(BIN)/python tools/stubs.py
 
-bench: $(VENV)/.installed
+bench: $(VENV)/.tools $(VENV)/.installed
 	$(BIN)/python bench/capture.py
 
-bench-drafting: build/fidelity/quantize $(SPECULATIVE)
+bench-drafting: $(VENV)/.tools build/fidelity/quantize $(SPECULATIVE)
 	$(BIN)/python bench/speculation.py
 
 bench-text-drafters: $(SPECULATIVE)
 	$(BIN)/python bench/text_drafters.py
 
 dev: $(VENV)/.tools
-	$(PIP) install --no-build-isolation --editable ".[dataset,demo,server]"
+	$(INSTALL) --editable ".[dataset,demo,server]"
 	rm -f $(VENV)/.installed
 
 package: $(VENV)/.tools

@@ -15,8 +15,9 @@ import nox
 ROOT = Path(__file__).parent
 TORCH = os.environ.get("TORCH", "torch").split()
 GROUPS = nox.project.load_toml("pyproject.toml")
-#: The usual environment, as ``make`` builds it.
+#: The usual environment, as ``make`` builds it: the package, and what tests it.
 USUAL = str(ROOT / ".venv" / "bin" / "python")
+USUAL_TARGETS = (".venv/.tools", ".venv/.installed")
 
 #: As ``make test``: one process a core, each takes whole test files.
 PARALLEL = ("--numprocesses", "auto", "--maxprocesses", "8", "--dist", "loadfile")
@@ -41,7 +42,7 @@ def install(session: nox.Session, *options: str, extras: str = "") -> None:
 
 def peer(session: nox.Session, *tests: str) -> None:
     """Tests in the usual environment, beside the one of this session, which holds the peer alone."""
-    make(session, ".venv/.installed")
+    make(session, *USUAL_TARGETS)
     python = session.virtualenv.bin + "/python"
     session.run(USUAL, "-m", "pytest", *tests, *session.posargs, env={"PEER_PYTHON": python}, external=True)
 
@@ -123,7 +124,7 @@ def _transformers(session: nox.Session) -> str:
 def golden(session: nox.Session) -> None:
     """Writes the oracle rows of tests/data anew, from transformers and diffusers."""
     python = _transformers(session)
-    make(session, ".venv/.installed")
+    make(session, *USUAL_TARGETS)
     session.run(USUAL, "vendor/fetch.py", "--set", "peers", external=True)
     smollm2 = session.run(USUAL, "-m", "llamatap", "fetch", "smollm2", external=True, silent=True)
     for program, source, target in (
@@ -139,7 +140,7 @@ def golden(session: nox.Session) -> None:
 def fidelity(session: nox.Session) -> None:
     """Writes docs/fidelity.md: every layer and file type against transformers; fails beyond its bounds."""
     python = _transformers(session)
-    make(session, "build/fidelity/quantize")
+    make(session, *USUAL_TARGETS, "build/fidelity/quantize")
     session.run(USUAL, "tests/fidelity/measure.py", "--peer", python, *session.posargs, external=True)
 
 
@@ -147,7 +148,7 @@ def fidelity(session: nox.Session) -> None:
 def bench_transformers(session: nox.Session) -> None:
     """Tokens per second beside transformers; JSON in bench/results/."""
     python = _transformers(session)
-    make(session, "build/fidelity/quantize")
+    make(session, *USUAL_TARGETS, "build/fidelity/quantize")
     session.run(USUAL, "bench/against_transformers.py", "--peer", python, *session.posargs, external=True)
 
 
@@ -155,7 +156,7 @@ def bench_transformers(session: nox.Session) -> None:
 def debug(session: nox.Session) -> None:
     """The tests against a Debug build, assertions on."""
     # With a release's arithmetic: other compiler options would change the engine's rounding.
-    make(session, "build/archs/test-llama-archs")
+    make(session, *USUAL_TARGETS, "build/archs/test-llama-archs")
     flags = [f"cmake.define.CMAKE_{language}_FLAGS_DEBUG=-g -O3" for language in ("C", "CXX")]
     options = ["-C", "cmake.build-type=Debug", *(word for flag in flags for word in ("-C", flag))]
     install(session, *options, extras="[dataset,demo,server]")
@@ -165,7 +166,7 @@ def debug(session: nox.Session) -> None:
 @nox.session
 def sanitize(session: nox.Session) -> None:
     """The tests against a core and an engine built with AddressSanitizer and UBSan."""
-    make(session, "build/archs/test-llama-archs")
+    make(session, *USUAL_TARGETS, "build/archs/test-llama-archs")
     settings = ("cmake.build-type=RelWithDebInfo", "cmake.define.LLAMATAP_SANITIZE=address,undefined")
     options = [word for setting in (*settings, "build-dir=build/sanitize") for word in ("-C", setting)]
     install(session, *options, extras="[dataset,demo,server]")

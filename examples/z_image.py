@@ -9,6 +9,7 @@ The second line needs diffusers, PyTorch and a GPU that holds the rest of the pi
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from numpy.typing import NDArray
@@ -47,7 +48,10 @@ if __name__ == "__main__":
     parser.add_argument("--pipeline", help="a folder or a name that diffusers knows")
     parser.add_argument("-o", "--output", default="z_image.png")
     given = parser.parse_args()
-    embeds = encode(given.model, given.prompt, given.preset)
+    try:
+        embeds = encode(given.model, given.prompt, given.preset)
+    except lt.Error as error:
+        sys.exit(str(error))
     print("prompt_embeds", embeds.shape, embeds.dtype)
     if given.pipeline is not None:
         draw(embeds, given.pipeline).save(given.output)

@@ -38,7 +38,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 def first_failure(tests: str) -> str | None:
     """Install the checkout and run the tests: the first that fails, if any does."""
-    installed = run(["make", ".venv/.installed"])
+    installed = run(["make", ".venv/.tools", ".venv/.installed"])
     if installed.returncode != 0:
         sys.exit(f"the mutant does not build:\n{installed.stdout[-3000:]}{installed.stderr[-3000:]}")
     result = run([str(PYTHON), "-m", "pytest", "-x", "-q", "--tb=no", *tests.split()])
@@ -76,7 +76,7 @@ def main() -> None:
         if failed is None:
             survived.append(mutation.what)
         lines.append(f"| {mutation.what} | {mutation.path} | {failed} |")
-    run(["make", ".venv/.installed"])
+    run(["make", ".venv/.tools", ".venv/.installed"])
     if survived:
         sys.exit("not seen by any test: " + "; ".join(survived))
     if not arguments.only:

@@ -108,7 +108,7 @@ class Context(EngineOwner, Closeable):
 
     @property
     def n_ctx(self) -> int:
-        """Capacity in tokens, for all sequences together."""
+        """Capacity in tokens, for all sequences together: the engine makes it a multiple of 256."""
         return self._engine.native.n_ctx
 
     @property

@@ -51,7 +51,7 @@ class ContextOptions(TypedDict, total=False):
         ContextOption(
             0,
             "capacity in tokens, for all sequences together; 0 for the length that the model was trained "
-            "with. The engine rounds up to a multiple of 256: see :attr:`n_ctx`",
+            "with. The engine rounds up to a multiple of 256: 64 becomes 256; :attr:`n_ctx` has the result",
             low=0,
             recorded="no",
         ),

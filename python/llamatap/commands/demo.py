@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from llamatap.commands._arguments import fetch_model
+
 __all__ = ["add", "run"]
 
 
@@ -19,5 +21,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from llamatap.commands import _demo_picture
 
-    _demo_picture.run(arguments.model, arguments.text, arguments.output)
+    model = fetch_model("smollm2") if arguments.model is None else arguments.model
+    _demo_picture.run(model, arguments.text, arguments.output)
     return 0

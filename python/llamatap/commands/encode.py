@@ -43,7 +43,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from llamatap import Extractor
     from llamatap.presets import load_preset
+    from llamatap.storage.tensor_files import check_suffix
 
+    check_suffix(arguments.output)
     preset = load_preset(arguments.preset)
     with load_model(arguments) as model:
         start = time.perf_counter()

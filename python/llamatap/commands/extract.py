@@ -19,9 +19,10 @@ from llamatap.commands._arguments import (
     warn_of_cut,
 )
 from llamatap.context_options import ContextOptions
-from llamatap.errors import InvalidInputError
+from llamatap.errors import ContextFullError, InvalidInputError
 from llamatap.extraction.inputs import parse_window
 from llamatap.layers import CONVENTIONS
+from llamatap.storage.tensor_files import check_suffix
 
 __all__ = ["add", "run"]
 
@@ -59,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     from llamatap import Extractor
     from llamatap.layers import translate_for
 
+    check_suffix(arguments.output)
     layers = layer_ids(arguments.layers)
     window = None if arguments.window is None else parse_window("--window", arguments.window)
     with load_model(arguments) as model:
@@ -66,14 +68,19 @@ def run(arguments: argparse.Namespace) -> int:
         wanted = translate_for(model, layers, source=arguments.convention)
         start = time.perf_counter()
         with Extractor(model, **given(ContextOptions, arguments)) as extractor:
-            states = extractor(
-                prompt,
-                wanted,
-                dtype=arguments.dtype,
-                max_length=arguments.max_length,
-                window=window,
-                pool=arguments.pool,
-            )
+            try:
+                states = extractor(
+                    prompt,
+                    wanted,
+                    dtype=arguments.dtype,
+                    max_length=arguments.max_length,
+                    window=window,
+                    pool=arguments.pool,
+                )
+            except ContextFullError as error:
+                # The rest is advice for Python.
+                found, _, _ = str(error).partition(";")
+                raise ContextFullError(f"{found}; cut it with --max-length") from None
         seconds = time.perf_counter() - start
         warn_of_cut(states, "--max-length")
         states.save(arguments.output, allow_nonfinite=arguments.allow_nonfinite)

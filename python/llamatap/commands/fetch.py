@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from llamatap.commands._arguments import fetch_model
+
 __all__ = ["add", "run"]
 
 
@@ -14,7 +16,5 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from llamatap.fetch import fetch
-
-    print(fetch(arguments.name))
+    print(fetch_model(arguments.name))
     return 0

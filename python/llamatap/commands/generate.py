@@ -23,7 +23,7 @@ from llamatap.commands._arguments import (
 from llamatap.context_options import ContextOptions
 from llamatap.drafting.model_drafters import DraftOptions, named_drafter
 from llamatap.errors import InvalidInputError
-from llamatap.generation.options import GenerateOptions
+from llamatap.generation.options import GenerateOptions, check_trained_length
 from llamatap.sampler import SamplingOptions
 
 if TYPE_CHECKING:
@@ -76,6 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
     final: Generation | None = None
     with load_model(arguments, load_mtp=arguments.drafter == "mtp") as model:
         tokens = model.tokenize(read_prompt(model, arguments))
+        check_trained_length(
+            model, len(tokens), "the prompt", "generate in Python, in a context of a larger n_ctx"
+        )
         context_options = given(ContextOptions, arguments)
         with model.context(n_ctx=len(tokens) + max_tokens, **context_options) as context:
             drafter = None

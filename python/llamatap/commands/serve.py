@@ -215,12 +215,13 @@ def run(arguments: argparse.Namespace) -> int:
     with needs("server", "the server"):
         from llamatap.serve import create_app, logs
         from llamatap.serve.http.request_checks import is_loopback
-        from llamatap.serve.http.server_lifecycle import HttpServer
+        from llamatap.serve.http.server_lifecycle import HttpServer, check_port
     options = _server_options(arguments)
     if not is_loopback(arguments.host) and options.api_key is None and not options.any_host:
         raise InvalidInputError(
             f"--host {arguments.host} is open to other machines: give --api-key, or --insecure to allow that"
         )
+    check_port(arguments.host, arguments.port)
     logs.configure(arguments.verbose)
     app = create_app(_models(arguments), options)
     for line in app.state.server.summary():

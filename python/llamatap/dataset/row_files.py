@@ -60,7 +60,8 @@ def _reader(path: Path) -> Callable[[Path], Iterator[Row]]:
         return _READERS[path.suffix]
     except KeyError:
         raise InvalidInputError(
-            f"{path}: the format is taken from the name, which must end in {', '.join(_READERS)}"
+            f"{path}: the format is taken from the name, which must end in {', '.join(_READERS)}; "
+            'a row of .jsonl is a line such as {"text": "Once upon a time"}'
         ) from None
 
 

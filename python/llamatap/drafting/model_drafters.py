@@ -20,7 +20,7 @@ from llamatap.drafting.native_drafter import NativeDrafter
 from llamatap.drafting.ngram import NGramDrafter
 from llamatap.drafting.speculative_context import SpeculativeContext, call_at_close, load_draft
 from llamatap.drafting.suffix import SuffixDrafter, SuffixOptions
-from llamatap.errors import InvalidInputError
+from llamatap.errors import InvalidInputError, ModelNotFoundError
 from llamatap.loaded_model import LoadedModel
 from llamatap.states import States
 
@@ -246,6 +246,8 @@ def load_drafter(
         has MTP blocks but was loaded without them; or a number is out of range.
     :raises ModelLoadError: the file cannot be loaded.
     """
+    if isinstance(context, LoadedModel):
+        raise InvalidInputError("expected the target's context, found its model: make one by model.context()")
     instance("context", context, Context)
     spec = _beside(context, draft)
     if spec.kind == "model" and isinstance(draft, LoadedModel):
@@ -283,5 +285,7 @@ def named_drafter(
         return SuffixDrafter(**cast("SuffixOptions", options))
     if name == "mtp":
         return MtpDrafter(SpeculativeContext(context, context.model), **options)
+    if not os.path.exists(name):
+        raise ModelNotFoundError(f"no drafter {name}: expected ngram, suffix, mtp, or a file")
     draft = load_draft(context.model, name, n_gpu_layers=n_gpu_layers)
     return load_drafter(context, draft, **options)

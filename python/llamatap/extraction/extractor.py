@@ -112,6 +112,16 @@ class Extractor(Closeable):
         self._has_outputs = outputs
         return self._context
 
+    def _check_length(self, longest: int) -> None:
+        given = self._options.get("n_ctx")
+        limit = given or self.model.n_ctx_train
+        if longest > limit > 0:
+            where = f"n_ctx={limit}" if given else f"the {limit} that the model was trained for"
+            raise ContextFullError(
+                f"a prompt of {longest} tokens is longer than {where}; cut it with max_length, or extract "
+                f"with lt.Extractor(model, n_ctx={longest})"
+            )
+
     @functools.cached_property
     def _rope_limit(self) -> int:
         """The longest context, in tokens, in which LongRoPE scales by its short factors."""
@@ -177,12 +187,7 @@ class Extractor(Closeable):
             )
         try:
             self._extracting = threading.get_ident()
-            limit = self._options.get("n_ctx") or self.model.n_ctx_train
-            if request.longest_prompt > limit > 0:
-                raise ContextFullError(
-                    f"a prompt of {request.longest_prompt} tokens is longer than the {limit} that the model "
-                    "was trained for or n_ctx allows; cut it with max_length, or give n_ctx"
-                )
+            self._check_length(request.longest_prompt)
             done: dict[int, States] = {}
             # A prompt's states must not depend on the lengths of the others.
             for short in (True, False):

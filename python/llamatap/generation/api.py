@@ -17,7 +17,13 @@ from llamatap.context import Context
 from llamatap.drafting.any_drafter import AnyDrafter, as_drafter
 from llamatap.errors import InvalidInputError
 from llamatap.extraction.inputs import Input, is_single, prompt_tokens
-from llamatap.generation.options import GenerateOptions, new_request, request_capacity, split_options
+from llamatap.generation.options import (
+    GenerateOptions,
+    check_trained_length,
+    new_request,
+    request_capacity,
+    split_options,
+)
 from llamatap.generation.results import Event, Generation
 from llamatap.generation.scheduler import Scheduler
 from llamatap.loaded_model import LoadedModel
@@ -31,6 +37,8 @@ __all__ = ["GenerateOptions", "generate"]
 _MOST_SEQUENCES = 8
 # How much more memory sequences with caches of their own may take than one cache for all.
 _MOST_OWN_CACHES = 1.5
+# Cells by which the engine sizes caches.
+_CACHE_STEP = 256
 
 
 def _events(scheduler: Scheduler) -> Generator[Event, None, None]:
@@ -61,20 +69,27 @@ def _context_for(
     model_or_context: LoadedModel | Context, prompts: Sequence[NDArray[np.int32]], max_tokens: int
 ) -> tuple[Context, list[int]]:
     """The context to generate in, and the maximum number of positions of each request. For a model that is
-    the prompt plus ``max_tokens``, limited to the trained length (or to the prompt, if that is longer); the
-    new context has room for as many requests as run at once.
+    the prompt plus ``max_tokens``, limited to the trained length; the new context has room for as many
+    requests as run at once.
+
+    :raises ContextFullError: a prompt for a model is longer than that was trained for.
     """
     if isinstance(model_or_context, Context):
         return model_or_context, [request_capacity(model_or_context)] * len(prompts)
     model = model_or_context
-    wanted = [min(len(prompt) + max_tokens, max(model.n_ctx_train, len(prompt))) for prompt in prompts]
+    for index, prompt in enumerate(prompts):
+        advice = f"give a context of more than {len(prompt)} tokens, model.context(n_ctx=...), for the model"
+        check_trained_length(model, len(prompt), f"prompt {index}", advice)
+    wanted = [min(len(prompt) + max_tokens, model.n_ctx_train or 2**31 - 1) for prompt in prompts]
     n_seq_max = min(len(wanted), _MOST_SEQUENCES) if native_of(model).batches_sequences else 1
-    together = sum(sorted(wanted)[-n_seq_max:])
-    apart = n_seq_max * max(wanted, default=0)
+    together, longest = sum(sorted(wanted)[-n_seq_max:]), max(wanted, default=0)
     # In one cache for all, each sequence's attention goes over the cells of the others too: eight texts of
     # 800 tokens take 1.2 times as long. Caches of their own are as large as the longest text.
-    unified = apart > _MOST_OWN_CACHES * together
-    context = Context(model, n_ctx=together if unified else apart, n_seq_max=n_seq_max, kv_unified=unified)
+    unified = n_seq_max * longest > _MOST_OWN_CACHES * together
+    # The engine rounds caches to whole steps, and warns where it has to.
+    own = -(-longest // _CACHE_STEP) * _CACHE_STEP
+    n_ctx = together if unified else n_seq_max * own
+    context = Context(model, n_ctx=n_ctx, n_seq_max=n_seq_max, kv_unified=unified)
     most = request_capacity(context)
     return context, [min(capacity, most) for capacity in wanted]
 
@@ -125,7 +140,7 @@ def generate(
     of the target serves all in-flight requests.
 
     :param model_or_context: a context with an empty memory, which is empty again afterwards; or a model, for
-        which a context of the right size is created.
+        which a context of the right size is created, at most the trained length for each prompt.
     :param prompts: a str, token ids, or a list of either.
     :param drafter: a :class:`Drafter` (several in a list are asked in turn), or a function from token ids to
         guesses of the next ones, such as llama-cpp-python's draft models. The tokens are the same without a
@@ -138,7 +153,7 @@ def generate(
     :raises InvalidInputError: an argument is wrong, the context holds tokens, or a drafter returns no valid
         draft.
     :raises BusyError: another generation uses the context or the drafter, or another thread uses the context.
-    :raises ContextFullError: a prompt is longer than the context.
+    :raises ContextFullError: a prompt is longer than the context; or, for a model, than it was trained for.
     :raises UnsupportedError: the model generates no text.
     :raises NotFiniteError: its logits contain NaN or infinity.
 

@@ -169,6 +169,20 @@ def request_capacity(context: Context) -> int:
     return min(native.n_ctx_seq, native.position_limit)
 
 
+def check_trained_length(model: LoadedModel, n_tokens: int, name: str, advice: str) -> None:
+    """Check that a prompt, in a context that is sized to it, is not longer than the model was trained for.
+
+    :param name: the prompt's name in the error.
+    :param advice: what else helps than a shorter prompt.
+    :raises ContextFullError: it is longer.
+    """
+    if n_tokens > model.n_ctx_train > 0:
+        raise ContextFullError(
+            f"{name} has {n_tokens} tokens; the model was trained for {model.n_ctx_train}: cut the prompt, "
+            f"or {advice}"
+        )
+
+
 def new_request(
     model: LoadedModel,
     index: int,

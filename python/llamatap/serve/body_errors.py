@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,20 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 
 __all__ = ["unreadable_body", "validation_message"]
+
+# Types of errors whose input is the wrong value, beside those that end in "_type".
+_OF_VALUES = frozenset(
+    (
+        "finite_number",
+        "greater_than",
+        "greater_than_equal",
+        "int_from_float",
+        "less_than",
+        "less_than_equal",
+        "literal_error",
+        "prompts",
+    )
+)
 
 # Better messages for some of pydantic's error types.
 _SAID = {"finite_number": "must be a finite number", "model_attributes_type": "must be an object"}
@@ -32,12 +47,24 @@ def _path(location: Sequence[str | int], body: Any, missing: bool) -> str:
     return path
 
 
+def _found(value: Any) -> str:
+    """A value of a body as errors show it, in JSON; long ones are cut, lists and objects left out."""
+    if isinstance(value, (dict, list)):
+        return "an object" if isinstance(value, dict) else "a list"
+    if isinstance(value, str):
+        return json.dumps(value[:40]) + ("..." if len(value) > 40 else "")
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
 def validation_message(error: RequestValidationError) -> str:
     """The error message for a wrong body: its first mistakes, by field."""
     found: list[tuple[str, str]] = []
     problems: list[dict[str, Any]] = list(error.errors())
     for problem in problems[:5]:
         kind, said = problem["type"], _SAID.get(problem["type"], problem["msg"])
+        if kind in _OF_VALUES or kind.endswith("_type"):
+            said += f", found {_found(problem['input'])}"
         if kind == "json_invalid":
             return f"the body is not JSON: {problem.get('ctx', {}).get('error', said)}"
         where = _path(problem["loc"][1:], error.body, kind == "missing")

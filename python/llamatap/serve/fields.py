@@ -6,6 +6,7 @@ elements, or a body with as many unknown fields, gives one error.
 
 from __future__ import annotations
 
+import difflib
 import re
 from typing import Annotated, Any, TypeAlias
 
@@ -101,9 +102,11 @@ class Body(BaseModel):
             known = {field.alias or name for name, field in cls.model_fields.items()}
             unknown = next((name for name in data if name not in known), None)
             if unknown is not None:
+                shown = _shown(unknown)
+                near = difflib.get_close_matches(shown, known, 1)
                 raise PydanticCustomError(
                     "unknown_field",
-                    "{name} is not a field of this request",
-                    {"name": _shown(unknown)},
+                    "{name} is not a field of this request{advice}",
+                    {"name": shown, "advice": f"; did you mean {near[0]}?" if near else ""},
                 )
         return data

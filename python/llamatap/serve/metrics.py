@@ -50,6 +50,15 @@ class Metrics:
         return generate_latest(self.registry)
 
 
+def _route_path(scope: Scope) -> str:
+    """The path of a request's route; "other" if it has none."""
+    if "route" in scope:
+        return str(getattr(scope["route"], "path", "other"))
+    # Refused by a middleware, before routing.
+    known = scope["app"].openapi()["paths"] if "app" in scope else ()
+    return scope["path"] if scope["path"] in known else "other"
+
+
 class RequestMetrics:
     """Middleware: counts requests by the path of their route, never by paths that clients make up."""
 
@@ -73,7 +82,6 @@ class RequestMetrics:
         try:
             await self.app(scope, receive, noting)
         finally:
-            route = scope.get("route")
-            path = getattr(route, "path", "other")
+            path = _route_path(scope)
             self.metrics.requests.labels(path, str(status)).inc()
             self.metrics.seconds.labels(path).observe(time.perf_counter() - started)

@@ -49,6 +49,7 @@ def make_router(max_length: int) -> APIRouter:
     }
     router = APIRouter()
 
+    @router.head("/", include_in_schema=False)
     @router.get("/", include_in_schema=False)
     async def heat_map() -> HTMLResponse:
         return HTMLResponse(page, headers=headers)

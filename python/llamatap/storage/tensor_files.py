@@ -12,10 +12,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llamatap.errors import InvalidInputError
 from llamatap.storage.atomic_writes import atomic_path
 from llamatap.storage.safetensors_metadata import from_metadata, to_metadata
 
-__all__ = ["read_tensors", "write_tensors"]
+__all__ = ["check_suffix", "read_tensors", "write_tensors"]
+
+# Endings that programs take for another format.
+_OTHER_FORMATS = frozenset(
+    (
+        *(".arrow", ".bin", ".ckpt", ".csv", ".gguf", ".h5", ".hdf5", ".json", ".jsonl", ".npy", ".npz"),
+        *(".parquet", ".pickle", ".pkl", ".pt", ".pth", ".txt"),
+    )
+)
+
+
+def check_suffix(path: str | os.PathLike[str]) -> None:
+    """Check that a file of tensors does not get the name of another format.
+
+    :raises InvalidInputError: it does.
+    """
+    found = Path(path).suffix.lower()
+    if found in _OTHER_FORMATS:
+        expected = Path(path).with_suffix(".safetensors").name
+        raise InvalidInputError(f"the file is written as safetensors, not as {found}: name it {expected}")
 
 
 def read_tensors(

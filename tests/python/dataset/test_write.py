@@ -182,6 +182,7 @@ def test_no_bar_without_a_terminal(
     said = capsys.readouterr()
     assert "\r" not in said.out + said.err
     assert "tokens/s" not in said.err
+    assert "3 tokens; layers [1, 4], of which the layout adds 4; " in said.err
 
 
 def test_bad_input(tiny_model: lt.Model, tmp_path: Path) -> None:
@@ -200,7 +201,7 @@ def test_bad_input(tiny_model: lt.Model, tmp_path: Path) -> None:
     refused(tmp_path / "empty.jsonl", "it is empty")
     refused(tmp_path / "none.jsonl", "no such file", FileNotFoundError)
     refused(tmp_path / "folder", "holds no .jsonl")
-    refused(tmp_path / "some.txt", "taken from the name, which must end in .jsonl")
+    refused(tmp_path / "some.txt", r"from the name, which must end in \.jsonl.*line such as \{\"text\": ")
     refused(tmp_path / "bad.parquet", "not a Parquet file")
     refused([{"text": ""}], "none of the 1 rows can be used; row 0")
     refused(good, r"not in -5\.\.4", layers=[7])

@@ -40,6 +40,11 @@ def test_a_draft_context_of_another_target_is_refused(tiny_path: Path, eagle3: P
             make(other)
 
 
+def test_a_model_in_place_of_its_context_is_refused(tiny_model: lt.Model, eagle3: Path) -> None:
+    with pytest.raises(lt.InvalidInputError, match=r"found its model: make one by model\.context\(\)"):
+        lt.load_drafter(tiny_model, eagle3)  # type: ignore[arg-type]
+
+
 def test_a_model_drafter_takes_a_draft_context_as_the_others_do(tiny_path: Path, eagle3: Path) -> None:
     with lt.Model(tiny_path) as model, model.context(n_ctx=256, **EXACT) as context:
         spec = lt.SpeculativeContext(context, tiny_path)

@@ -342,8 +342,15 @@ def test_too_long_says_both_numbers(tiny_model: lt.Model) -> None:
         with pytest.raises(lt.ContextFullError, match=r"257.*256") as caught:
             lt.extract(context, [5] * 257, [1])
         assert isinstance(caught.value, MemoryError)
-    with pytest.raises(lt.ContextFullError, match=r"4097.*4096"):
+    with pytest.raises(
+        lt.ContextFullError, match=r"4097.*4096.*trained for; .*Extractor\(model, n_ctx=4097\)"
+    ):
         lt.extract(tiny_model, [5] * 4097, [1])
+    with (
+        lt.Extractor(tiny_model, n_ctx=256) as extractor,
+        pytest.raises(lt.ContextFullError, match=r"257 tokens is longer than n_ctx=256; .*n_ctx=257"),
+    ):
+        extractor([5] * 257, [1])
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,24 @@ def test_some_layers_of_loaded_states_keep_their_provenance(tiny_model: lt.Model
     assert expected["step"] is None
 
 
+def test_a_name_of_another_format_is_refused(tiny_model: lt.Model, tmp_path: Path) -> None:
+    states = lt.extract(tiny_model, "abc", [1])
+    for name in ("x.npy", "x.PT"):
+        with pytest.raises(lt.InvalidInputError, match=r"safetensors, not as \.\w+: name it x\.safetensors"):
+            states.save(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+    for name in ("x", "x.v2"):
+        states.save(tmp_path / name)
+        assert np.array_equal(lt.States.load(tmp_path / name).array, states.array)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    """Python's own error: lt.Error is not its base, as docs/errors.md says."""
+    with pytest.raises(FileNotFoundError, match="expected a safetensors file") as caught:
+        lt.States.load(tmp_path / "x.safetensors")
+    assert not isinstance(caught.value, lt.Error)
+
+
 @pytest.mark.parametrize("layers", [[-2], [1, "norm"]])
 def test_files_of_encode_load(
     layers: list[lt.LayerId], tiny_path: Path, tiny_model: lt.Model, tmp_path: Path

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.generation import EXACT, Guessing, Noting, by_hand, is_empty, ragged
+from support.tiny import TinyLlama
 from support.tiny_models import rigged
 from support.tiny_models.rigged import by_token, cycle, simulate, wrong_at
 
@@ -257,6 +258,19 @@ def test_a_prompt_longer_than_the_context_raises_before_anything(models: dict[st
             found = list(lt.generate(context, [[1, 5] * 128, [1, 9]], noting, max_tokens=3))
             assert [generation.tokens.tolist() for generation in found] == [[6], [10, 11, 12]]
             assert [generation.finish_reason for generation in found] == ["context", "length"]
+
+
+def test_a_prompt_longer_than_the_model_was_trained_for_wants_a_context(tmp_path: Path) -> None:
+    """As lt.extract does. A context of the caller's is used as it is."""
+    with lt.Model(TinyLlama(n_ctx=300).write(tmp_path / "short.gguf")) as model:
+        expected = r"prompt 1 has 301 tokens; .* trained for 300: cut .* a context of more than 301"
+        with pytest.raises(lt.ContextFullError, match=expected):
+            lt.generate(model, [[5], [5] * 301], max_tokens=3)
+        with model.context(n_ctx=304) as context:
+            (found,) = lt.generate(context, [5] * 301, max_tokens=3)
+        assert len(found.tokens) == 3
+        (found,) = lt.generate(model, [5] * 300, max_tokens=3)
+        assert (len(found.tokens), found.finish_reason) == (1, "context")
 
 
 @pytest.mark.fuzz

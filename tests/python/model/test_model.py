@@ -170,21 +170,23 @@ def test_wrong_files_raise(tiny_path: Path, tmp_path: Path) -> None:
     with pytest.raises(lt.ModelLoadError, match="folder"):
         lt.Model(tmp_path)
     data = tiny_path.read_bytes()
-    for name, content in {
-        "empty": b"",
-        "text": b"not a model",
-        "zip": b"PK\3\4" + bytes(100),
-        "header": data[:24],
-        "half of the metadata": data[:300],
-        "half of the tensors": data[: len(data) // 2],
-        "one byte short": data[:-1],
-    }.items():
+    for name, content, truncated in (
+        ("empty", b"", "truncated? 0 bytes"),
+        ("text", b"not a model", None),
+        ("zip", b"PK\3\4" + bytes(100), None),
+        ("magic", b"GGU", "truncated? 3 bytes"),
+        ("header", data[:23], "truncated? 23 bytes"),
+        ("half of the metadata", data[:300], "truncated? 300 bytes"),
+        ("half of the tensors", data[: len(data) // 2], "truncated?"),
+        ("one byte short", data[:-1], f"has {len(data) - 1} bytes: it is not complete (truncated?)"),
+    ):
         path = tmp_path / f"{name}.gguf"
         path.write_bytes(content)
         with pytest.raises(lt.ModelLoadError) as failed:
             lt.Model(path)
         assert isinstance(failed.value, OSError)
         assert len(str(failed.value)) > len(str(path)) + 10
+        assert (truncated or "is not a readable GGUF file: ") in str(failed.value)
 
 
 def test_an_unknown_architecture_raises_with_its_name(tiny_path: Path, tmp_path: Path) -> None:

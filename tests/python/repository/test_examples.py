@@ -109,3 +109,9 @@ def test_z_image_encodes_without_diffusers(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"prompt_embeds {expected.shape} bfloat16\n"
+    for arguments in (["missing.gguf", "a"], [path, "a"]):
+        done = subprocess.run(
+            [sys.executable, EXAMPLES / "z_image.py", *arguments], capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 1
+        assert done.stderr.count("\n") == 1

@@ -93,13 +93,31 @@ def test_lists_that_are_too_long(server: Running, path: str, fields: dict[str, A
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"input": 5}, "input: expected a text, token ids, or a list of either"),
-        ({"input": {"text": "a"}}, "input: expected a text, token ids, or a list of either"),
-        ({"input": [5, 6, "a"]}, "input[2]: Input should be a valid integer"),
-        ({"input": "a", "laier": -2}, "laier is not a field of this request"),
-        ({"input": "a", "layer": "-2"}, "layer: Input should be a valid integer"),
-        ({"input": [[5], [6, -1]]}, "input[1][1]: Input should be greater than or equal to 0"),
-        ({"input": "a", "layers": [1, "b"]}, "layers[1]: Input should be a valid integer"),
+        ({"input": 5}, "input: expected a text, token ids, or a list of either, found 5"),
+        (
+            {"input": {"text": "a"}},
+            "input: expected a text, token ids, or a list of either, found an object",
+        ),
+        ({"input": [5, 6, "a"]}, 'input[2]: Input should be a valid integer, found "a"'),
+        ({"input": "a", "laier": -2}, "laier is not a field of this request; did you mean layer?"),
+        ({"input": "a", "stream": True}, "stream is not a field of this request"),
+        ({"input": "a", "layer": "-2"}, 'layer: Input should be a valid integer, found "-2"'),
+        ({"input": "a", "layer": 1.5}, "layer: Input should be a valid integer, found 1.5"),
+        ({"input": "a", "layer": [1]}, "layer: Input should be a valid integer, found a list"),
+        (
+            {"input": "a", "layer": "norm"},
+            'layer: Input should be a valid integer, found "norm": here -1 is the last state, normed',
+        ),
+        (
+            {"input": "a", "layers": [1, "norm"]},
+            'layers[1]: Input should be a valid integer, found "norm": here -1 is the last state, normed',
+        ),
+        (
+            {"input": "a", "dtype": "x" * 50},
+            f"dtype: Input should be 'float32', 'float16' or 'bfloat16', found \"{'x' * 40}\"...",
+        ),
+        ({"input": [[5], [6, -1]]}, "input[1][1]: Input should be greater than or equal to 0, found -1"),
+        ({"input": "a", "layers": [1, "b"]}, 'layers[1]: Input should be a valid integer, found "b"'),
     ],
 )
 def test_messages_name_the_mistake(server: Running, fields: dict[str, Any], message: str) -> None:
@@ -116,14 +134,14 @@ def test_messages_name_the_mistake(server: Running, fields: dict[str, Any], mess
             "messages[0].content[1].image_url is not a field of this request",
         ),
         ('[{"role": "user", "content": [{"type": "text"}]}]', "messages[0].content[0].text: Field required"),
-        ('[{"role": "user", "content": ["a"]}]', "messages[0].content[0]: must be an object"),
+        ('[{"role": "user", "content": ["a"]}]', 'messages[0].content[0]: must be an object, found "a"'),
         (
             '[{"role": "user", "content": {"text": "a"}}]',
-            "messages[0].content: Input should be a valid string; "
-            "messages[0].content: Input should be a valid list",
+            "messages[0].content: Input should be a valid string, found an object; "
+            "messages[0].content: Input should be a valid list, found an object",
         ),
         ('[{"role": "user", "content": "a"}, {"content": "a"}]', "messages[1].role: Field required"),
-        ("5", "messages: Input should be a valid list"),
+        ("5", "messages: Input should be a valid list, found 5"),
     ],
 )
 def test_messages_name_the_place(server: Running, messages: str, message: str) -> None:
@@ -136,10 +154,10 @@ def test_messages_name_the_place(server: Running, messages: str, message: str) -
 @pytest.mark.parametrize(
     ("number", "message"),
     [
-        ("NaN", "temperature: must be a finite number"),
-        ("Infinity", "temperature: must be a finite number"),
-        ("-Infinity", "temperature: must be a finite number"),
-        ("1e999", "temperature: must be a finite number"),
+        ("NaN", "temperature: must be a finite number, found NaN"),
+        ("Infinity", "temperature: must be a finite number, found Infinity"),
+        ("-Infinity", "temperature: must be a finite number, found -Infinity"),
+        ("1e999", "temperature: must be a finite number, found Infinity"),
         ("1" * 5000, "an integer in the body has more than 4300 digits"),
     ],
 )
@@ -174,6 +192,21 @@ def test_what_is_no_json_is_said_so(
     assert found.status_code == 400
     assert found.json()["error"]["code"] == code
     assert message in found.json()["error"]["message"]
+
+
+def test_requests_refused_before_routing_count_for_their_path(tiny_path: Path) -> None:
+    with running([tiny_options(tiny_path)]) as server:
+        assert server.client.post("/v1/completions", content=b"{}").status_code == 400
+        assert server.client.post("/v1/other", content=b"{}").status_code == 400
+        counted = server.client.get("/metrics").text
+    assert 'llamatap_requests_total{path="/v1/completions",status="400"} 1.0' in counted
+    assert 'llamatap_requests_total{path="other",status="400"} 1.0' in counted
+
+
+def test_the_head_of_the_page(server: Running) -> None:
+    found = server.client.head("/")
+    assert (found.status_code, found.content) == (200, b"")
+    assert found.headers["content-length"] == server.client.get("/").headers["content-length"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import base64
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from support.numerics import EXACT, relative
 from support.servers import FLAGS, metric, served, server_process
 
 import llamatap as lt
+from llamatap.__main__ import main
 from llamatap._native import _core
 from llamatap.layers import translate
 
@@ -187,6 +189,19 @@ def refused(*arguments: str | int | Path) -> str:
     assert found.returncode == 1, found.stderr
     assert found.stderr.count("\n") == 1
     return found.stderr
+
+
+def test_a_port_in_use_is_told_before_models_are_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", "--model", "missing.gguf", "--port", port]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"llamatap: --port {port} of 127.0.0.1 is in use; choose another")
+    assert error.count("\n") == 1
+    assert main(["serve", "--model", "missing.gguf", "--host", "127.0.0.1", "--port", port]) == 1
+    assert "missing.gguf" in capsys.readouterr().err
+    assert main(["serve", "--model", "missing.gguf", "--host", "192.0.2.1", "--insecure"]) == 1
+    assert "--host 192.0.2.1 --port 8000: " in capsys.readouterr().err
 
 
 @pytest.mark.slow

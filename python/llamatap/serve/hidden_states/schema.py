@@ -6,15 +6,29 @@ a language model: https://github.com/fblissjr/heylookitsanllm
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from llamatap.serve.fields import Body, Prompts, Texts
 from llamatap.serve.payload import Encoding
 from llamatap.serve.workers.tasks import Dtype, Pooling
 
 __all__ = ["HiddenStatesListResponse", "HiddenStatesRequest", "HiddenStatesResponse"]
+
+
+def _layer_number(value: Any) -> Any:
+    if value == "norm":
+        raise PydanticCustomError(
+            "norm_layer",
+            'Input should be a valid integer, found "norm": here -1 is the last state, normed',
+        )
+    return value
+
+
+#: A layer as transformers counts.
+LayerNumber: TypeAlias = Annotated[int, BeforeValidator(_layer_number)]
 
 
 class HiddenStatesRequest(Body):
@@ -36,12 +50,12 @@ class HiddenStatesRequest(Body):
     preset: str | None = Field(
         None, description="applies an image model's template to the prompt, and chooses its layer and rows"
     )
-    layer: int | None = Field(
+    layer: LayerNumber | None = Field(
         None,
         description="index into transformers' hidden_states of the model's architecture: k enters block k, n "
         "(or -1) is the last, normed (for Mamba, Mamba 2 and RWKV-6, k leaves block k); default -2",
     )
-    layers: Annotated[list[int], Field(fail_fast=True, max_length=4096)] | None = Field(
+    layers: Annotated[list[LayerNumber], Field(fail_fast=True, max_length=4096)] | None = Field(
         None, description="several layers; the result is [seq_len, n_layers, hidden_dim]"
     )
     max_length: int | None = Field(None, ge=1, description="longer prompts are cut on the right; default 512")

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import math
 import signal
+import socket
 import time
 from types import FrameType
 from typing import Any
@@ -14,17 +15,41 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from llamatap.errors import InvalidInputError
 from llamatap.serve.app_state import AppState
 from llamatap.serve.http.http_protocol import HttpConfig
 from llamatap.serve.logs import logger
 from llamatap.serve.options import ConnectionOptions
 
-__all__ = ["HttpServer"]
+__all__ = ["HttpServer", "check_port"]
 
 # Time for sending the responses that a request was not finished.
 _GRACE_SECONDS = 5.0
 
 _NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+def check_port(host: str, port: int) -> None:
+    """Check that a server can listen at an address: before models are loaded, which takes long.
+
+    :raises InvalidInputError: it cannot.
+    """
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            with socket.socket(family, kind, protocol) as probe:
+                # As asyncio makes its sockets.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise InvalidInputError(
+                f"--port {port} of {host} is in use; choose another one, or 0 for any free one"
+            ) from None
+        raise InvalidInputError(f"--host {host} --port {port}: {error.strerror}") from None
 
 
 class HttpServer(uvicorn.Server):
@@ -74,9 +99,10 @@ class HttpServer(uvicorn.Server):
         half_open = sum(one.phase != "idle" for one in self.connections.waiting())
         busy = len(self.connections) - len(self.connections.waiting())
         logger.info(
-            "stopping: %d requests in flight have %g s; %d half-open connections were dropped",
+            "stopping: %d requests in flight have %g s%s; %d half-open connections were dropped",
             busy,
             self.drain,
+            " (a second Ctrl-C ends them at once)" if busy else "",
             half_open,
         )
         end = asyncio.create_task(self._end())

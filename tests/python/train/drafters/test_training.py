@@ -77,7 +77,7 @@ def test_a_head_learns_and_its_file_drafts(kind: Any, target: Path, texts: Path,
         target,
         texts,
         output(tmp_path, kind),
-        options(epochs=24),
+        options(epochs=24, measure_minutes=0.02),
         type="f32",
         command=["llamatap", "train"],
     )
@@ -191,7 +191,7 @@ def tensors(lengths: list[int], prompts: list[int], seed: int = 0) -> SampleTens
     found = SampleTensors.empty(sum(lengths), 2, 4)
     for length, prompt in zip(lengths, prompts, strict=True):
         mask = np.arange(length) >= prompt
-        found.add(rng.integers(0, 3, length), mask, rng.standard_normal((length, 2, 4)))
+        found.add(rng.integers(0, 3, length, np.int32), mask, rng.standard_normal((length, 2, 4)))
     return found
 
 
