@@ -117,95 +117,94 @@ def sample_conversations(
     answer_temperatures = [number("temperatures", one) for one in temperatures]
     if not answer_temperatures:
         raise InvalidInputError("temperatures must have at least one number")
-    model = context.model
-    frame = turn_frame(model) if frame is None else frame
-    given = None if questions is None else iter(questions)
-    return _sample(
+    work = _Work(
         context,
-        n_tokens,
-        np.random.default_rng([integer("seed", seed, 0), 0x6C74]),
-        question_temperature,
+        turn_frame(context.model) if frame is None else frame,
+        np.random.default_rng([integer("seed", seed, 0), 0]),
+        number("question_temperature", question_temperature),
         answer_temperatures,
         max_question_tokens,
         max_answer_tokens,
-        given,
-        frame,
+        None if questions is None else iter(questions),
     )
+    return work.run(n_tokens)
 
 
-def _sample(
-    context: Context,
-    n_tokens: int,
-    rng: np.random.Generator,
-    question_temperature: float,
-    temperatures: list[float],
-    max_question_tokens: int,
-    max_answer_tokens: int,
-    given: Iterator[NDArray[np.int32]] | None,
-    frame: TurnFrame,
-) -> Iterator[Conversation]:
-    model = context.model
-    seen: set[bytes] = set()
-    asking: set[int] = set()
-    answering: dict[int, tuple[NDArray[np.int32], float]] = {}
-    n_answers = 0
-    n_sampled = 0
+class _Work:
+    """Sampling in a session: each question is a request, and its answer another one."""
 
-    def new_seed() -> int:
-        return int(rng.integers(2**31))
+    def __init__(
+        self,
+        context: Context,
+        frame: TurnFrame,
+        rng: np.random.Generator,
+        question_temperature: float,
+        temperatures: list[float],
+        max_question_tokens: int,
+        max_answer_tokens: int,
+        questions: Iterator[NDArray[np.int32]] | None,
+    ) -> None:
+        self._context, self._frame, self._rng = context, frame, rng
+        self._question_temperature, self._temperatures = question_temperature, temperatures
+        self._max_question_tokens, self._max_answer_tokens = max_question_tokens, max_answer_tokens
+        self._questions = questions
+        self._seen: set[bytes] = set()
+        self._asking: set[int] = set()
+        self._answering: dict[int, tuple[NDArray[np.int32], float]] = {}
 
-    with Session(context) as session:
+    def run(self, n_tokens: int) -> Iterator[Conversation]:
+        """Sample until the conversations hold ``n_tokens``, or until there are no more questions."""
+        sampled = 0
+        with Session(self._context) as session:
+            self._refill(session)
+            while session.pending:
+                for event in session.step():
+                    if event.final is None:
+                        continue
+                    if event.index in self._asking:
+                        self._asking.remove(event.index)
+                        question = _question(self._context.model, event.final)
+                        if question is not None:
+                            self._answer(session, question)
+                        continue
+                    found = _conversation(event.final, *self._answering.pop(event.index))
+                    sampled += len(found.input_ids)
+                    yield found
+                    if sampled >= n_tokens:
+                        return
+                self._refill(session)
 
-        def answer(question: NDArray[np.int32]) -> None:
-            nonlocal n_answers
-            key = question.tobytes()
-            if key in seen:
-                return
-            seen.add(key)
-            temperature = temperatures[n_answers % len(temperatures)]
-            n_answers += 1
-            prompt = np.concatenate([frame.before, question, frame.after])
-            number_ = session.add(
-                prompt, max_tokens=max_answer_tokens, temperature=temperature, seed=new_seed()
-            )
-            answering[number_] = (question, temperature)
-
-        def refill() -> None:
-            # One round admits the waiting requests, so a few more than run at once are enough.
-            while len(session) < 2 * context.n_seq_max:
-                if given is None:
-                    asking.add(
-                        session.add(
-                            frame.before,
-                            max_tokens=max_question_tokens,
-                            temperature=question_temperature,
-                            seed=new_seed(),
-                        )
+    def _refill(self, session: Session) -> None:
+        # One round admits those that wait, so a few more than run at once are enough.
+        while len(session) < 2 * self._context.n_seq_max:
+            if self._questions is None:
+                self._asking.add(
+                    session.add(
+                        self._frame.before,
+                        max_tokens=self._max_question_tokens,
+                        temperature=self._question_temperature,
+                        seed=self._seed(),
                     )
-                    continue
-                question = next(given, None)
-                if question is None:
-                    return
-                answer(np.asarray(question, np.int32))
+                )
+            elif (question := next(self._questions, None)) is not None:
+                self._answer(session, np.asarray(question, np.int32))
+            else:
+                return
 
-        refill()
-        while session.pending and n_sampled < n_tokens:
-            for event in session.step():
-                if event.final is None:
-                    continue
-                if event.index in asking:
-                    asking.remove(event.index)
-                    question = _question(model, event.final)
-                    if question is not None:
-                        answer(question)
-                    continue
-                question, temperature = answering.pop(event.index)
-                found = _conversation(event.final, question, temperature)
-                n_sampled += len(found.input_ids)
-                yield found
-                if n_sampled >= n_tokens:
-                    return
-            refill()
+    def _answer(self, session: Session, question: NDArray[np.int32]) -> None:
+        key = question.tobytes()
+        if key in self._seen:
+            return
+        temperature = self._temperatures[len(self._seen) % len(self._temperatures)]
+        self._seen.add(key)
+        prompt = np.concatenate([self._frame.before, question, self._frame.after])
+        index = session.add(
+            prompt, max_tokens=self._max_answer_tokens, temperature=temperature, seed=self._seed()
+        )
+        self._answering[index] = (question, temperature)
+
+    def _seed(self) -> int:
+        return int(self._rng.integers(2**31))
 
 
 def _question(model: LoadedModel, final: Generation) -> NDArray[np.int32] | None:
