@@ -41,8 +41,8 @@ class StepCounts:
     :ivar predicted: float64 ``(n_steps,)``: the number of these tokens.
     :ivar agreed: float64 ``(n_steps,)``: where the head's most likely token is the target's.
     :ivar accepted: float64 ``(n_steps,)``: where it is, and in all earlier steps of the draft.
-    :ivar drafted: float64 ``(n_steps,)``: where all earlier steps of the draft predict such a token, too: only
-        there can a token be accepted.
+    :ivar drafted: float64 ``(n_steps,)``: where all earlier steps of the draft predict such a token, too:
+        only there can a token be accepted.
     """
 
     loss: Tensor
