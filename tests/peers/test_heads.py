@@ -40,7 +40,7 @@ def computed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_verifier(folder / "verifier", TinyLlama())
         (folder / "settings.json").write_text(json.dumps(settings))
     packages = next(PEER.parent.parent.glob("lib/python*/site-packages"))
-    command = [sys.executable, PROGRAM, packages, *(work / name for name in HEADS)]
+    command: list[str | Path] = [sys.executable, PROGRAM, packages, *(work / name for name in HEADS)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -158,11 +158,8 @@ def test_conversations(context: lt.Context) -> None:
         answer = one.input_ids[len(prompt) :].tolist()
         assert one.input_ids[: len(prompt)].tolist() == prompt
         assert one.loss_mask.tolist() == [0] * len(prompt) + [1] * len(answer)
-        assert (one.input_ids.dtype, one.loss_mask.dtype, one.question.dtype) == (
-            np.int32,
-            np.uint8,
-            np.int32,
-        )
+        assert one.input_ids.dtype == one.question.dtype == np.int32
+        assert one.loss_mask.dtype == np.uint8
         # Without its end token, and without control tokens: the model writes <s>, too.
         assert 0 < len(one.question) < OPTIONS["max_question_tokens"]
         assert not {0, 1, 2} & set(one.question.tolist())
@@ -242,7 +239,7 @@ def test_a_model_that_writes_no_questions(context: lt.Context, tmp_path: Path) -
         list(sample_conversations(context, 10**9, question_temperature=0, **OPTIONS))
     endless = tiny(favoured=FAVOURED[2:]).write(tmp_path / "endless.gguf", chat_template=CHAT)
     with lt.Model(endless) as model, model.context(n_ctx=512, n_seq_max=8, **EXACT) as other:
-        options = {"max_question_tokens": 4, "max_answer_tokens": 4}
+        options: dict[str, Any] = {"max_question_tokens": 4, "max_answer_tokens": 4}
         with pytest.raises(lt.UnsupportedError, match=r"endless\.gguf wrote, none was finished"):
             list(sample_conversations(other, 10**9, **options))
         assert is_empty(other)

@@ -65,7 +65,7 @@ def test_logits_are_the_engines(
     assert (target.arch, target.n_embd, target.n_vocab) == (tiny.arch, 64, 259)
     sizes = (target.n_layer, target.n_head, target.n_head_kv, target.head_size, target.n_ff, target.n_ctx)
     assert sizes == (tiny.n_layer, 4, 2, tiny.head_width, 96, 4096)
-    assert (target.rms_eps, target.rope_base) == (pytest.approx(tiny.eps), pytest.approx(tiny.rope_base))
+    assert [target.rms_eps, target.rope_base] == pytest.approx([tiny.eps, tiny.rope_base])
 
 
 @pytest.mark.parametrize(
