@@ -14,13 +14,13 @@ class Mutation:
     old: str
     new: str
     tests: str  # what pytest is given
+    torch: bool = False  # the tests need PyTorch
 
 
 ORACLE = "tests/python/extraction/test_oracle.py"
 CONVERTED = "tests/python/convert/test_eagle3.py"
 BLOCKS = "tests/python/convert/test_mtp.py"
 DRAFTERS = "tests/python/drafting/test_loops.py -k every_draft"
-# With PyTorch in the environment.
 STEPS = "tests/python/train/drafters/test_multi_step_loss.py"
 TRAINED = "tests/python/train/drafters/test_engine.py"
 MUTATIONS = [
@@ -696,6 +696,7 @@ MUTATIONS = [
         "rows[None, :] > rows[:, None] - step",
         "rows[None, :] > rows[:, None] - step + 1",
         STEPS,
+        torch=True,
     ),
     Mutation(
         "a drafted token does not see its own pair",
@@ -703,6 +704,7 @@ MUTATIONS = [
         "for j in range(1, step + 1):\n            # The entry",
         "for j in range(1, step):\n            # The entry",
         STEPS,
+        torch=True,
     ),
     Mutation(
         "keys of drafted tokens are those of the draft before",
@@ -710,6 +712,7 @@ MUTATIONS = [
         "key = _shifted(cache.keys[j], step - j)",
         "key = _shifted(cache.keys[j], step - j + 1)",
         STEPS,
+        torch=True,
     ),
     Mutation(
         "drafted tokens have no positions of their own",
@@ -717,6 +720,7 @@ MUTATIONS = [
         "k = self._rotated(self._heads(self.k_proj(x)), positions)",
         "k = self._rotated(self._heads(self.k_proj(x)), positions - len(cache.keys))",
         STEPS,
+        torch=True,
     ),
     Mutation(
         "rotary embedding turns neighbours",
@@ -724,6 +728,7 @@ MUTATIONS = [
         "a, b = x.float().split(half, -1)",
         "a, b = x.float()[..., ::2], x.float()[..., 1::2]",
         TRAINED,
+        torch=True,
     ),
     Mutation(
         "later steps count as the first",
@@ -731,6 +736,7 @@ MUTATIONS = [
         "loss = loss + decay**step * ",
         "loss = loss + ",
         STEPS,
+        torch=True,
     ),
     Mutation(
         "a step counts entries that no draft reaches",
@@ -738,6 +744,7 @@ MUTATIONS = [
         "valid = rows[1] >= step",
         "valid = rows[1] >= 0",
         STEPS,
+        torch=True,
     ),
     Mutation(
         "a token is accepted after one that was not",
@@ -745,6 +752,7 @@ MUTATIONS = [
         "accepted, drafted = agreed & accepted, counts & drafted",
         "accepted, drafted = agreed, counts & drafted",
         STEPS,
+        torch=True,
     ),
     Mutation(
         "the loss is about an entry's own token",
@@ -752,6 +760,7 @@ MUTATIONS = [
         "batch.loss_mask[:, first + 1 :], (0, 1)",
         "batch.loss_mask[:, first:], (0, 0)",
         STEPS,
+        torch=True,
     ),
     Mutation(
         "the target's distribution is that before a token",
@@ -759,6 +768,7 @@ MUTATIONS = [
         "last = batch.last[:, first:]",
         "last = functional.pad(batch.last, (0, 0, 1, 0))[:, first:-1]",
         STEPS,
+        torch=True,
     ),
     Mutation(
         "the draft vocabulary's numbers are taken for tokens",
@@ -766,6 +776,7 @@ MUTATIONS = [
         "found = head.draft_tokens[found]",
         "pass",
         STEPS,
+        torch=True,
     ),
     Mutation(
         "an MTP head begins with the second token",
@@ -773,6 +784,7 @@ MUTATIONS = [
         "first_token = 0",
         "first_token = 1",
         TRAINED,
+        torch=True,
     ),
     Mutation(
         "the halves of eh_proj are swapped",
@@ -780,6 +792,7 @@ MUTATIONS = [
         "torch.cat([embedded, self.hnorm(state)], -1)",
         "torch.cat([self.hnorm(state), embedded], -1)",
         TRAINED,
+        torch=True,
     ),
     Mutation(
         "an EAGLE-3 head forgets the norm of its state",
@@ -787,6 +800,7 @@ MUTATIONS = [
         "self.hidden_norm(state)",
         "state",
         TRAINED,
+        torch=True,
     ),
     Mutation(
         "an MTP head forgets its last norm",
@@ -794,6 +808,7 @@ MUTATIONS = [
         "normed = self.norm(state)",
         "normed = state",
         TRAINED,
+        torch=True,
     ),
     Mutation(
         "an EAGLE-3 head carries the normed state on",
@@ -801,6 +816,7 @@ MUTATIONS = [
         "return self.block(x, state, positions, cache)",
         "return self.block(x, self.hidden_norm(state), positions, cache)",
         TRAINED,
+        torch=True,
     ),
     Mutation(
         "the head of a draft vocabulary has the first rows of the target's",
@@ -808,6 +824,7 @@ MUTATIONS = [
         "else target.head[draft_tokens]",
         "else target.head[: len(draft_tokens)]",
         STEPS,
+        torch=True,
     ),
     Mutation(
         "d2t is in another order than the head",
@@ -815,6 +832,7 @@ MUTATIONS = [
         "tokens = head.draft_tokens.cpu().numpy()",
         "tokens = head.draft_tokens.cpu().numpy()[::-1]",
         TRAINED,
+        torch=True,
     ),
     Mutation(
         "d2t of a trained head holds token ids",
@@ -822,6 +840,7 @@ MUTATIONS = [
         'tensors["d2t"] = tokens - np.arange(len(tokens))',
         'tensors["d2t"] = tokens',
         TRAINED,
+        torch=True,
     ),
     Mutation(
         "draft vocabularies may be in any order",
@@ -829,6 +848,7 @@ MUTATIONS = [
         "(np.diff(found) <= 0).any()",
         "False",
         "tests/python/train/drafters/test_heads.py",
+        torch=True,
     ),
     Mutation(
         "batches count the tokens of padding",
@@ -836,6 +856,7 @@ MUTATIONS = [
         "self.loss_mask[index] & mask",
         "self.loss_mask[index]",
         "tests/python/train/drafters/test_heads.py",
+        torch=True,
     ),
     Mutation(
         "a target may cap its logits",
