@@ -87,7 +87,7 @@ class DraftHead(nn.Module):  # type: ignore[misc]  # PyTorch may be absent where
 
     @abstractmethod
     def first_state(self, features: Tensor) -> Tensor:
-        """The state of step 0, from the target's states ``(..., n_features)``."""
+        """The state of step 0, from the target's states ``(..., n_features)`` of any dtype."""
 
     @abstractmethod
     def step(self, tokens: Tensor, state: Tensor, positions: Tensor, cache: StepCache) -> Tensor:
@@ -104,7 +104,7 @@ class DraftHead(nn.Module):  # type: ignore[misc]  # PyTorch may be absent where
 
     def target_logits(self, last_state: Tensor) -> Tensor:
         """The target's logits of the draft vocabulary, from H_n ``(..., n_embd)``."""
-        normed = self.target_norm(last_state)
+        normed = self.target_norm(last_state.to(self.target_head.dtype))
         return normed @ self.target_head.to(normed.dtype).T
 
     def token_embeddings(self, tokens: Tensor, like: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ class Eagle3Head(DraftHead):
         return int(self.fc.in_features)
 
     def first_state(self, features: Tensor) -> Tensor:
-        return self.fc(features)
+        return self.fc(features.to(self.fc.weight.dtype))
 
     def step(self, tokens: Tensor, state: Tensor, positions: Tensor, cache: StepCache) -> Tensor:
         embedded = self.input_layernorm(self.token_embeddings(tokens, state))
@@ -185,7 +185,7 @@ class MtpHead(DraftHead):
         return int(self.eh_proj.out_features)
 
     def first_state(self, features: Tensor) -> Tensor:
-        return features
+        return features.to(self.eh_proj.weight.dtype)
 
     def step(self, tokens: Tensor, state: Tensor, positions: Tensor, cache: StepCache) -> Tensor:
         embedded = self.enorm(self.token_embeddings(tokens, state))

@@ -177,7 +177,7 @@ def test_the_gradient_is_that_of_the_loss(name: str, target: TargetWeights, tmp_
 def gradients(head: DraftHead, loss: Any) -> NDArray[np.float32]:
     head.zero_grad()
     loss.backward()
-    parts = [values.grad.numpy().ravel() for values in head.parameters() if values.grad is not None]
+    parts = [values.grad.float().numpy().ravel() for values in head.parameters() if values.grad is not None]
     return np.concatenate(parts)
 
 
@@ -222,3 +222,24 @@ def test_nothing_to_predict(name: str, target: TargetWeights) -> None:
     # The first token is not predicted, whatever its mask says.
     first = dataclasses.replace(samples[1], mask=np.arange(4) == 0)
     assert multi_step_loss(head, padded([first]), STEPS)[0].item() == 0
+
+
+@pytest.mark.parametrize("way", ["states", "autocast", "head"])
+@pytest.mark.parametrize("name", HEADS)
+def test_bfloat16(name: str, way: str, target: TargetWeights) -> None:
+    """States in bfloat16, as they are kept; and the arithmetic too."""
+    head = head_of(name, target)
+    batch = padded(samples_of(name))
+    rounded = dataclasses.replace(batch, features=batch.features.bfloat16(), last=batch.last.bfloat16())
+    exact = dataclasses.replace(batch, features=rounded.features.float(), last=rounded.last.float())
+    loss, found = multi_step_loss(head, exact, STEPS)
+    if way == "head":
+        head = head.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+        other, again = multi_step_loss(head, rounded, STEPS)
+    assert other.dtype == torch.float32
+    if way == "states":
+        assert other.item() == loss.item()
+    assert other.item() == pytest.approx(loss.item(), rel=3e-2)
+    assert counts(again)[:2] == counts(found)[:2]
+    assert np.isfinite(gradients(head, other)).all()
