@@ -59,6 +59,7 @@ def speculators(session: nox.Session) -> None:
         session,
         "tests/peers/test_speculators.py",
         "tests/peers/test_convert.py",
+        "tests/peers/test_heads.py",
         "tests/python/dataset/test_trainers.py",
         "-k",
         "not specforge",

@@ -16,15 +16,19 @@ from numpy.typing import NDArray
 
 from llamatap._validate import instance, integer, number
 from llamatap.context import Context
-from llamatap.errors import InvalidInputError
+from llamatap.errors import InvalidInputError, UnsupportedError
 from llamatap.generation.results import Generation
 from llamatap.generation.session import Session
 from llamatap.loaded_model import LoadedModel
 
 __all__ = ["Conversation", "TurnFrame", "sample_conversations", "turn_frame"]
 
+# So many useless questions one after another are those of a model that writes no questions.
+_MAX_DROPPED = 256
 # No template writes it, and no tokenizer has a token of it.
 _MARK = "\x02llamatap\x03"
+# Questions whose first and last characters tokenizers join with others in different ways.
+_PROBES = ("What is 2 + 2?", "a list: 1, 2, 3", "Explain this.", "(why)", "日本語", '"No"', "def f():")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,14 +70,18 @@ def turn_frame(model: LoadedModel, *, chat_template: str | None = None, **variab
 
     :param chat_template: instead of the model's own.
     :param variables: variables of the template.
-    :raises InvalidInputError: the template does not write a question once and unchanged.
+    :raises InvalidInputError: the template does not write a question once and unchanged, or the tokenizer
+        joins its first or last characters with the template's.
     :raises UnsupportedError: the model has no template.
     """
-    message = [{"role": "user", "content": _MARK}]
     if chat_template is not None:
         variables["template"] = chat_template
-    text = model.apply_chat_template(message, add_generation_prompt=True, **variables)
-    parts = text.split(_MARK)
+
+    def rendered(question: str) -> str:
+        message = [{"role": "user", "content": question}]
+        return model.apply_chat_template(message, add_generation_prompt=True, **variables)
+
+    parts = rendered(_MARK).split(_MARK)
     if len(parts) != 2:
         raise InvalidInputError(
             f"the chat template must write the question once and unchanged; it wrote it {len(parts) - 1} "
@@ -81,6 +89,14 @@ def turn_frame(model: LoadedModel, *, chat_template: str | None = None, **variab
         )
     before = model.tokenize(parts[0], add_special=True, parse_special=True)
     after = model.tokenize(parts[1], add_special=False, parse_special=True)
+    for question in _PROBES:
+        tokens = model.tokenize(rendered(question), add_special=True, parse_special=True)
+        inside = tokens[len(before) : len(tokens) - len(after)]
+        if not np.array_equal(np.concatenate([before, inside, after]), tokens):
+            raise InvalidInputError(
+                "the tokens of the chat template and of the question must not depend on each other; the "
+                f"tokenizer joins them in {parts[0][-20:] + question + parts[1][:20]!r}"
+            )
     return TurnFrame(before, after)
 
 
@@ -100,7 +116,7 @@ def sample_conversations(
 
     :param context: a context with an empty memory; as many conversations as it has sequences run at once.
     :param n_tokens: the number of tokens of all conversations together, template included, at least.
-    :param seed: conversation i is sampled with a seed derived from this one and i.
+    :param seed: the same one gives the same conversations, in a context with the same options.
     :param question_temperature: temperature of the questions.
     :param temperatures: temperatures of the answers, taken in turn.
     :param max_question_tokens: longer questions are dropped.
@@ -108,7 +124,8 @@ def sample_conversations(
     :param questions: answer these instead of sampling some; sampling ends with them.
     :param frame: as :func:`turn_frame` gives it, which is the default.
     :raises InvalidInputError: an argument is wrong.
-    :raises UnsupportedError: the model has no chat template, or generates no text.
+    :raises UnsupportedError: the model has no chat template, or generates no text; or of 256 questions in a
+        row, none is finished and new.
     """
     instance("context", context, Context)
     integer("n_tokens", n_tokens, 1)
@@ -154,7 +171,7 @@ class _Work:
 
     def run(self, n_tokens: int) -> Iterator[Conversation]:
         """Sample until the conversations hold ``n_tokens``, or until there are no more questions."""
-        sampled = 0
+        sampled = n_dropped = 0
         with Session(self._context) as session:
             self._refill(session)
             while session.pending:
@@ -164,8 +181,14 @@ class _Work:
                     if event.index in self._asking:
                         self._asking.remove(event.index)
                         question = _question(self._context.model, event.final)
-                        if question is not None:
-                            self._answer(session, question)
+                        asked = question is not None and self._answer(session, question)
+                        n_dropped = 0 if asked else n_dropped + 1
+                        if n_dropped == _MAX_DROPPED:
+                            raise UnsupportedError(
+                                f"of {n_dropped} questions in a row that {self._context.model.path.name} "
+                                "wrote, none was finished and new; give questions, or a higher "
+                                "question_temperature or max_question_tokens"
+                            )
                         continue
                     found = _conversation(event.final, *self._answering.pop(event.index))
                     sampled += len(found.input_ids)
@@ -191,10 +214,11 @@ class _Work:
             else:
                 return
 
-    def _answer(self, session: Session, question: NDArray[np.int32]) -> None:
+    def _answer(self, session: Session, question: NDArray[np.int32]) -> bool:
+        """Have a question answered, unless it was asked before."""
         key = question.tobytes()
         if key in self._seen:
-            return
+            return False
         temperature = self._temperatures[len(self._seen) % len(self._temperatures)]
         self._seen.add(key)
         prompt = np.concatenate([self._frame.before, question, self._frame.after])
@@ -202,6 +226,7 @@ class _Work:
             prompt, max_tokens=self._max_answer_tokens, temperature=temperature, seed=self._seed()
         )
         self._answering[index] = (question, temperature)
+        return True
 
     def _seed(self) -> int:
         return int(self._rng.integers(2**31))

@@ -95,9 +95,9 @@ class DraftBlock(nn.Module):  # type: ignore[misc]
         step = len(cache.keys)
         cache.keys.append(k)
         cache.values.append(v)
-        batch, n_head, n, size = q.shape
+        n, size = q.shape[2:]
         # (batch, n_head_kv, queries of a key's head, n, size)
-        q = q.view(batch, shape.n_head_kv, -1, n, size) * size**-0.5
+        q = q.unflatten(1, (shape.n_head_kv, -1)) * size**-0.5
         scores = q @ cache.keys[0].transpose(-1, -2)[:, :, None]
         rows = torch.arange(n, device=x.device)
         scores = scores.masked_fill(rows[None, :] > rows[:, None] - step, -torch.inf)
@@ -110,10 +110,10 @@ class DraftBlock(nn.Module):  # type: ignore[misc]
         found = weights[..., :n] @ cache.values[0][:, :, None]
         for j in range(1, step + 1):
             found = found + weights[..., n + j - 1, None] * _shifted(cache.values[j], step - j)[:, :, None]
-        return found.reshape(batch, n_head, n, size).transpose(1, 2).reshape(batch, n, -1)
+        return found.flatten(1, 2).transpose(1, 2).flatten(2)
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:2], -1, self.shape.head_size).transpose(1, 2)
+        return x.unflatten(-1, (-1, self.shape.head_size)).transpose(1, 2)
 
     def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotary embedding with halves (https://arxiv.org/abs/2104.09864)."""

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamatap._extras import needs
+from llamatap.errors import InvalidInputError
 from llamatap.train.drafters.draft_block import BlockShape, DraftBlock, RMSNorm, StepCache
 from llamatap.train.drafters.target_weights import TargetWeights
 
@@ -37,13 +38,30 @@ def _block_shape(target: TargetWeights, n_input: int, n_ff: int | None) -> Block
     )
 
 
+def _checked(draft_tokens: NDArray[np.int64], n_vocab: int) -> NDArray[np.int64]:
+    found = np.array(draft_tokens, np.int64)
+    if (
+        found.ndim != 1
+        or len(found) == 0
+        or found[0] < 0
+        or found[-1] >= n_vocab
+        or (np.diff(found) <= 0).any()
+    ):
+        raise InvalidInputError(
+            f"draft_tokens must be ascending token ids from 0 to {n_vocab - 1}, each once; found {found}"
+        )
+    return found
+
+
 class DraftHead(nn.Module):  # type: ignore[misc]  # PyTorch may be absent where types are checked
     """A drafting head.
 
     :ivar kind: "eagle3" or "mtp".
     :ivar first_token: the token of the first entry of the engine's memory: EAGLE-3 begins with the second
         token and the state of the first, MTP with the first token and a state of zeros.
-    :ivar draft_tokens: int64 ``(n_draft_vocab,)``: token ids of the draft vocabulary; None for the target's.
+    :ivar draft_tokens: int64 ``(n_draft_vocab,)``: token ids of the draft vocabulary, ascending, which other
+        trainers take for granted; None for the target's.
+    :raises InvalidInputError: ``draft_tokens`` are not ascending, or not in the target's vocabulary.
     """
 
     kind: ClassVar[str]
@@ -51,7 +69,9 @@ class DraftHead(nn.Module):  # type: ignore[misc]  # PyTorch may be absent where
 
     def __init__(self, target: TargetWeights, draft_tokens: NDArray[np.int64] | None) -> None:
         super().__init__()
-        tokens = None if draft_tokens is None else torch.from_numpy(np.asarray(draft_tokens, np.int64).copy())
+        if draft_tokens is not None:
+            draft_tokens = _checked(draft_tokens, target.n_vocab)
+        tokens = None if draft_tokens is None else torch.from_numpy(draft_tokens)
         self.register_buffer("draft_tokens", tokens, persistent=False)
         # The target's own weights are not trained, and not part of what is saved.
         self.register_buffer("embedding", torch.from_numpy(target.embedding), persistent=False)
@@ -67,7 +87,7 @@ class DraftHead(nn.Module):  # type: ignore[misc]  # PyTorch may be absent where
 
     @abstractmethod
     def first_state(self, features: Tensor) -> Tensor:
-        """The state of step 0, from the target's states ``(..., n_features)``."""
+        """The state of step 0, from the target's states ``(..., n_features)`` of any dtype."""
 
     @abstractmethod
     def step(self, tokens: Tensor, state: Tensor, positions: Tensor, cache: StepCache) -> Tensor:
@@ -84,7 +104,7 @@ class DraftHead(nn.Module):  # type: ignore[misc]  # PyTorch may be absent where
 
     def target_logits(self, last_state: Tensor) -> Tensor:
         """The target's logits of the draft vocabulary, from H_n ``(..., n_embd)``."""
-        normed = self.target_norm(last_state)
+        normed = self.target_norm(last_state.to(self.target_head.dtype))
         return normed @ self.target_head.to(normed.dtype).T
 
     def token_embeddings(self, tokens: Tensor, like: Tensor) -> Tensor:
@@ -128,7 +148,7 @@ class Eagle3Head(DraftHead):
         return int(self.fc.in_features)
 
     def first_state(self, features: Tensor) -> Tensor:
-        return self.fc(features)
+        return self.fc(features.to(self.fc.weight.dtype))
 
     def step(self, tokens: Tensor, state: Tensor, positions: Tensor, cache: StepCache) -> Tensor:
         embedded = self.input_layernorm(self.token_embeddings(tokens, state))
@@ -165,7 +185,7 @@ class MtpHead(DraftHead):
         return int(self.eh_proj.out_features)
 
     def first_state(self, features: Tensor) -> Tensor:
-        return features
+        return features.to(self.eh_proj.weight.dtype)
 
     def step(self, tokens: Tensor, state: Tensor, positions: Tensor, cache: StepCache) -> Tensor:
         embedded = self.enorm(self.token_embeddings(tokens, state))

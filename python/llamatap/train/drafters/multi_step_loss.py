@@ -41,12 +41,15 @@ class StepCounts:
     :ivar predicted: float64 ``(n_steps,)``: the number of these tokens.
     :ivar agreed: float64 ``(n_steps,)``: where the head's most likely token is the target's.
     :ivar accepted: float64 ``(n_steps,)``: where it is, and in all earlier steps of the draft.
+    :ivar drafted: float64 ``(n_steps,)``: where all earlier steps of the draft predict such a token, too:
+        only there can a token be accepted.
     """
 
     loss: Tensor
     predicted: Tensor
     agreed: Tensor
     accepted: Tensor
+    drafted: Tensor
 
     def __add__(self, other: StepCounts) -> StepCounts:
         return StepCounts(
@@ -54,13 +57,14 @@ class StepCounts:
             self.predicted + other.predicted,
             self.agreed + other.agreed,
             self.accepted + other.accepted,
+            self.drafted + other.drafted,
         )
 
     @property
     def tokens_per_round(self) -> float:
         """1 and the share of accepted tokens of each step: what greedy drafting gives on these texts, if the
-        target continues as they do."""
-        return 1 + float((self.accepted / self.predicted.clamp(min=1)).sum())
+        target continues as they do, and if a draft is as likely to begin at one token as at another."""
+        return 1 + float((self.accepted / self.drafted.clamp(min=1)).sum())
 
 
 def multi_step_loss(
@@ -99,7 +103,7 @@ def multi_step_loss(
         wanted = wanted.softmax(-1)
     cache = StepCache()
     loss = torch.zeros((), device=tokens.device)
-    accepted = torch.ones_like(counts)
+    accepted = drafted = torch.ones_like(counts)
     sums = []
     for step in range(n_steps):
         state = head.step(tokens, state, positions, cache)
@@ -114,9 +118,15 @@ def multi_step_loss(
                 found = head.draft_tokens[found]
             agreed = torch.zeros_like(counts)
             agreed[rows] = (found == best) & valid
-            accepted = agreed & (functional.pad(accepted, (1, -1), value=False) if step else accepted)
-            sums.append(
-                torch.stack([(entropy * valid).sum(), n_valid, agreed.sum(), accepted.sum()]).double()
-            )
-        state = functional.pad(state, (0, 0, 1, -1))
+            if step:
+                accepted, drafted = _next(accepted), _next(drafted)
+            accepted, drafted = agreed & accepted, counts & drafted
+            found_here = ((entropy * valid).sum(), n_valid, agreed.sum(), accepted.sum(), drafted.sum())
+            sums.append(torch.stack(found_here).double())
+        state = _next(state)
     return loss, StepCounts(*torch.stack(sums, 1))
+
+
+def _next(x: Tensor) -> Tensor:
+    """Values of entries, each moved to the entry after it; the first ones are zeros."""
+    return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,11 @@ __all__ = ["TargetWeights"]
 # Keys of architectures whose logits are more than norm(H_n) @ head, or whose stream does not begin with the
 # embedding's row.
 _BEYOND_A_HEAD = (".final_logit_softcapping", ".logit_scale", ".embedding_scale")
+
+# Architectures whose logits are scaled, capped or partly hidden without such a key, too.
+_NEVER_A_HEAD_ALONE = ("chameleon", "gemma2", "gemma3n", "gemma4", "grok", "minicpm", "muse-glimmer")
+# Architectures whose final norm subtracts the mean, and has no bias that would show it.
+_LAYER_NORM = ("cohere2", "command-r", "dbrx")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,45 +64,59 @@ class TargetWeights:
 
         :raises ModelNotFoundError: there is no such file.
         :raises ModelLoadError: it cannot be read as GGUF.
-        :raises UnsupportedError: a weight is missing, the final norm has a bias, or the logits are scaled or
-            capped, so that they are not ``head @ norm(H_n)``.
+        :raises UnsupportedError: a weight or a size is missing, the final norm is no RMS norm, it or the head
+            has a bias, or the logits are scaled or capped, so that they are not ``head @ norm(H_n)``.
         :raises MissingPackageError: the ``gguf`` package is missing.
         """
         source = GgufSource(path)
+        called = f"{path.name} ({source.arch})"
         for name in ("token_embd.weight", "output_norm.weight"):
             if name not in source.names:
-                raise UnsupportedError(
-                    f"{path.name} ({source.arch}) has no {name}, which a drafter shares with it"
-                )
-        if "output_norm.bias" in source.names:
-            raise UnsupportedError(
-                f"{path.name} ({source.arch}) has a final norm with a bias; drafters have none"
-            )
+                raise UnsupportedError(f"{called} has no {name}, which a drafter shares with it")
+        for name, part in (("output_norm.bias", "final norm"), ("output.bias", "head")):
+            if name in source.names:
+                raise UnsupportedError(f"{called} has a {part} with a bias; drafters have none")
         if beyond := [key for key in _BEYOND_A_HEAD if source.key(key, None)]:
             raise UnsupportedError(
                 f"{path.name} has {source.arch}{beyond[0]}: its logits are more than a norm and a head, "
                 "which the training of drafters does not compute"
             )
-        # Copies where the file is mapped: PyTorch wants memory that it may write to.
-        embedding = np.require(source.values("token_embd.weight"), requirements="W")
-        own_head = "output.weight" in source.names
-        n_head = _largest(source.key(".attention.head_count"))
+        if source.arch in _NEVER_A_HEAD_ALONE:
+            raise UnsupportedError(
+                f"{called} has logits that are more than a norm and a head, "
+                "which the training of drafters does not compute"
+            )
+        rms_eps = source.key(".attention.layer_norm_rms_epsilon", None)
+        if rms_eps is None or source.arch in _LAYER_NORM:
+            raise UnsupportedError(f"{called} has a final norm that is no RMS norm, which drafters have")
+
+        def weight(name: str) -> NDArray[np.float32]:
+            # Those of a float32 file are a read-only view of it, which PyTorch does not take.
+            return np.require(source.values(name), requirements="W")
+
+        def size(name: str, default: Any = None) -> int:
+            found = source.key(name, default)
+            # Some files give one by block.
+            largest = max(found) if isinstance(found, list) else found
+            if not largest:
+                raise UnsupportedError(
+                    f"{called} has no {source.arch}{name}, which a drafter's block takes from its target"
+                )
+            return int(largest)
+
+        embedding = weight("token_embd.weight")
+        n_head = size(".attention.head_count")
         return cls(
             source.arch,
             embedding,
-            np.require(source.values("output_norm.weight"), requirements="W"),
-            np.require(source.values("output.weight"), requirements="W") if own_head else embedding,
-            int(source.key(".block_count")),
+            weight("output_norm.weight"),
+            weight("output.weight") if "output.weight" in source.names else embedding,
+            size(".block_count"),
             n_head,
-            _largest(source.key(".attention.head_count_kv", n_head)),
-            int(source.key(".attention.key_length", embedding.shape[1] // n_head)),
-            _largest(source.key(".feed_forward_length")),
-            float(source.key(".attention.layer_norm_rms_epsilon")),
+            size(".attention.head_count_kv", n_head),
+            size(".attention.key_length", embedding.shape[1] // n_head),
+            size(".feed_forward_length"),
+            float(rms_eps),
             float(source.key(".rope.freq_base", 10000.0)),
-            int(source.key(".context_length")),
+            size(".context_length"),
         )
-
-
-def _largest(value: object) -> int:
-    """A number, or the largest of those that a file gives by block."""
-    return int(max(value)) if isinstance(value, list) else int(value)  # type: ignore[call-overload]
