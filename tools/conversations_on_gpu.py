@@ -44,7 +44,11 @@ class LlamaOnGpu:
 
     def __init__(self, path: Path, n_seq: int, n_ctx: int, device: torch.device, dtype: torch.dtype) -> None:
         source = GgufSource(path)
-        if source.arch != "llama" or any(name.endswith("bias") or "rope" in name for name in source.names):
+        if (
+            source.arch != "llama"
+            or any(name.endswith("bias") or "rope" in name for name in source.names)
+            or (source.key(".rope.scaling.type", "none") != "none")
+        ):
             raise SystemExit(f"{path} is of architecture {source.arch}, or has biases or a scaled rope")
 
         def matrix(name: str) -> Tensor:
@@ -196,6 +200,10 @@ def sample(
     with lt.Model(path, vocab_only=True) as vocabulary:
         frame = turn_frame(vocabulary)
         ends = np.array([vocabulary.is_end_of_generation(i) for i in range(vocabulary.n_vocab)])
+        if not ends[frame.after[0]]:
+            raise SystemExit(
+                "the chat template ends questions with a token that ends no text; questions cannot be sampled"
+            )
         controls = {i for i in range(vocabulary.n_vocab) if not vocabulary.token_bytes(i, special=False)}
     n_ctx = len(frame.before) + MAX_QUESTION + len(frame.after) + MAX_ANSWER + 1
     work = Conversations(LlamaOnGpu(path, n_seq, n_ctx, device, dtype), frame, temperatures, ends)

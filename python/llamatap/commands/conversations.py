@@ -24,7 +24,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add_model(parser)
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.jsonl")
     parser.add_argument(
-        "--tokens", type=integers(1), default=200_000, help="tokens of all together (default: 200000)"
+        "--tokens",
+        type=integers(1),
+        help="tokens of all together (default: 200000; with --questions, until all are answered)",
     )
     parser.add_argument(
         "--questions", type=Path, metavar="FILE", help="answer these, one on a line, instead of writing some"
@@ -46,7 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     from llamatap.train.conversations import sample_conversations, turn_frame
 
     temperatures = _numbers(arguments.temperatures)
-    n_seq, n_tokens, n = arguments.parallel, 0, 0
+    n_seq, n_tokens, n, interrupted = arguments.parallel, 0, 0, False
+    wanted = arguments.tokens or (200_000 if arguments.questions is None else 2**40)
     with load_model(arguments) as model:
         frame = turn_frame(model)
         questions = None
@@ -62,23 +65,30 @@ def run(arguments: argparse.Namespace) -> int:
             ) as context,
             atomic_path(arguments.output) as scratch,
             scratch.open("w") as file,
-            progress_bar(arguments.tokens, " tokens", quiet=arguments.quiet, unit_scale=True) as bar,
+            progress_bar(
+                arguments.tokens or wanted, " tokens", quiet=arguments.quiet, unit_scale=True
+            ) as bar,
         ):
-            for found in sample_conversations(
-                context,
-                arguments.tokens,
-                seed=arguments.seed,
-                temperatures=temperatures,
-                max_answer_tokens=arguments.max_answer,
-                questions=questions,
-                frame=frame,
-            ):
-                file.write(json.dumps(found.row()) + "\n")
-                n += 1
-                n_tokens += len(found.input_ids)
-                bar.update(len(found.input_ids))
-    print(f"{arguments.output}: {n} conversations, {n_tokens} tokens", file=sys.stderr)
-    return 0
+            try:
+                for found in sample_conversations(
+                    context,
+                    wanted,
+                    seed=arguments.seed,
+                    temperatures=temperatures,
+                    max_answer_tokens=arguments.max_answer,
+                    questions=questions,
+                    frame=frame,
+                ):
+                    file.write(json.dumps(found.row()) + "\n")
+                    n += 1
+                    n_tokens += len(found.input_ids)
+                    bar.update(len(found.input_ids))
+            except KeyboardInterrupt:
+                # What was sampled is worth keeping.
+                interrupted = True
+    said = "interrupted; " if interrupted else ""
+    print(f"{said}{arguments.output}: {n} conversations, {n_tokens} tokens", file=sys.stderr)
+    return 130 if interrupted else 0
 
 
 def _numbers(text: str) -> list[float]:

@@ -124,8 +124,8 @@ def sample_conversations(
     :param questions: answer these instead of sampling some; sampling ends with them.
     :param frame: as :func:`turn_frame` gives it, which is the default.
     :raises InvalidInputError: an argument is wrong.
-    :raises UnsupportedError: the model has no chat template, or generates no text; or of 256 questions in a
-        row, none is finished and new.
+    :raises UnsupportedError: the model has no chat template, or one without an end token after questions, or
+        generates no text; or of 256 questions in a row, none is finished and new.
     """
     instance("context", context, Context)
     integer("n_tokens", n_tokens, 1)
@@ -134,9 +134,18 @@ def sample_conversations(
     answer_temperatures = [number("temperatures", one) for one in temperatures]
     if not answer_temperatures:
         raise InvalidInputError("temperatures must have at least one number")
+    frame = turn_frame(context.model) if frame is None else frame
+    if questions is None and not (
+        len(frame.after) and context.model.is_end_of_generation(int(frame.after[0]))
+    ):
+        raise UnsupportedError(
+            "a question must end in a token that ends a text, or the model goes on and answers itself; the "
+            f"chat template writes {context.model.detokenize(frame.after)!r} after it. Give questions of "
+            "your own (questions=, --questions)"
+        )
     work = _Work(
         context,
-        turn_frame(context.model) if frame is None else frame,
+        frame,
         np.random.default_rng([integer("seed", seed, 0), 0]),
         number("question_temperature", question_temperature),
         answer_temperatures,

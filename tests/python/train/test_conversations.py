@@ -113,7 +113,7 @@ def tiny(seed: int = 0, *, favoured: Sequence[int] = ()) -> TinyLlama:
 END = 2
 #: </s>, <s>, and the letters a to d.
 FAVOURED = (END, 1, *(3 + ord(letter) for letter in "abcd"))
-CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}[assistant]"
 
 
 @pytest.fixture(scope="module")
@@ -225,12 +225,21 @@ def test_given_questions_are_taken_as_they_are_needed(context: lt.Context) -> No
 
 
 def test_a_frame_of_ones_own(context: lt.Context) -> None:
-    frame = TurnFrame(np.array([1, 70], np.int32), np.array([71, 72], np.int32))
+    frame = TurnFrame(np.array([1, 70], np.int32), np.array([END, 72], np.int32))
     (one,) = sample_conversations(context, 1, frame=frame, **OPTIONS)
     n = len(one.question)
-    assert one.input_ids[: n + 4].tolist() == [1, 70, *one.question, 71, 72]
+    assert one.input_ids[: n + 4].tolist() == [1, 70, *one.question, END, 72]
     assert not one.loss_mask[: n + 4].any()
     assert one.loss_mask[n + 4 :].all()
+
+
+def test_a_question_must_end_in_a_token_that_ends_a_text(context: lt.Context) -> None:
+    frame = TurnFrame(np.array([1, 70], np.int32), np.array([71, 72], np.int32))
+    with pytest.raises(lt.UnsupportedError, match="the model goes on and answers itself"):
+        sample_conversations(context, 1, frame=frame, **OPTIONS)
+    given = [np.array([80, 81], np.int32)]
+    (one,) = sample_conversations(context, 1, frame=frame, questions=given, **OPTIONS)
+    assert one.question.tolist() == [80, 81]
 
 
 def test_a_model_that_writes_no_questions(context: lt.Context, tmp_path: Path) -> None:

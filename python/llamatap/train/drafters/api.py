@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,13 @@ from llamatap._validate import choice, instance
 from llamatap._validate import path as checked_path
 from llamatap.convert import to_gguf
 from llamatap.convert.gguf_files import WeightType
-from llamatap.errors import InvalidInputError
+from llamatap.dataset.options import DatasetOptions
+from llamatap.errors import InvalidInputError, ModelNotFoundError
 from llamatap.layers import LayerId, default_eagle3_layers, normalize
 from llamatap.model import Model
 from llamatap.storage.atomic_writes import atomic_path
-from llamatap.storage.file_hashes import file_sha256
-from llamatap.storage.locks import locked
+from llamatap.storage.locks import acquire, release
+from llamatap.storage.model_files import ModelFiles
 from llamatap.train.drafters.card import drafter_card
 from llamatap.train.drafters.engine_acceptance import measure_in_engine
 from llamatap.train.drafters.head_checkpoints import write_head
@@ -37,13 +38,18 @@ from llamatap.train.drafters.sample_split import draft_vocabulary, prompt_of, sp
 from llamatap.train.drafters.sample_tensors import SampleTensors
 from llamatap.train.drafters.state_sources import capture_states, is_state_folder, read_texts, stored_states
 from llamatap.train.drafters.target_weights import TargetWeights
-from llamatap.train.drafters.trainer import HeadTrainer
+from llamatap.train.drafters.trainer import HeadTrainer, is_bfloat16
 from llamatap.train.drafters.training_log import TrainingLog
 
 with needs("train", "training drafters"):
     import torch
 
 __all__ = ["Stage", "TrainedHead", "train_head"]
+
+_logger = logging.getLogger("llamatap")
+
+# Tokens of a text without a prompt after which the engine drafts.
+_TEXT_PROMPT = 16
 
 #: Called with the name of a stage ("states", "training"), how far it is and how far it goes, and figures.
 Stage = Callable[[str, float, float, dict[str, Any]], object]
@@ -102,7 +108,7 @@ def train_head(
     :raises OutOfMemoryError: the states do not fit into memory.
     :raises MissingPackageError: a package of the extra ``train`` is missing.
 
-    SIGTERM and Ctrl-C save the training's state first.
+    SIGTERM and Ctrl-C end the step and save the training's state first; a second one ends at once.
     """
     choice("kind", kind, HEADS)
     options = HeadTrainingOptions() if options is None else options
@@ -118,14 +124,19 @@ def train_head(
         raise InvalidInputError(
             f"{folder} holds a training; continue it (resume, --resume), or remove the folder"
         )
+    for path in (target_path, data_path):
+        if not path.exists():
+            raise ModelNotFoundError(f"no such file: {path}")
+    run = _Run(kind, target_path, data_path, draft, folder, options, type, n_threads, progress)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        lock = locked(folder, wait=False)
-        with lock:
-            run = _Run(kind, target_path, data_path, draft, folder, options, type, n_threads, progress)
-            return run(n_gpu_layers, command)
+        handle = acquire(folder, wait=False)
     except BlockingIOError:
         raise InvalidInputError(f"another process trains in {folder}") from None
+    try:
+        return run(n_gpu_layers, command)
+    finally:
+        release(handle)
 
 
 class _Run:
@@ -145,14 +156,15 @@ class _Run:
     ) -> None:
         self.kind, self.target, self.data, self.draft, self.folder = kind, target, data, draft, folder
         self.options, self.type = options, type
+        self.skipped: dict[int, str] = {}
         self.context = {} if n_threads is None else {"n_threads": n_threads}
         self.progress: Stage = (lambda *_: None) if progress is None else progress
-        name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self.device = torch.device(name)
+        self.device = _device(options.device)
 
     def __call__(self, n_gpu_layers: int, command: Sequence[str]) -> TrainedHead:
         options, state = self.options, self.folder / "state.pt"
         self.weights = TargetWeights.read(self.target)
+        self.target_hash = ModelFiles(self.target).sha256()
         with Model(self.target, n_gpu_layers=n_gpu_layers) as self.model:
             self.layers = self._layers()
             self.samples = self._samples()
@@ -173,6 +185,9 @@ class _Run:
 
             def after_step() -> None:
                 nonlocal saved, measured
+                if stop.requested:
+                    trainer.save(state, fingerprint)
+                    raise KeyboardInterrupt
                 now = time.monotonic()
                 if now - measured >= 60 * options.measure_minutes:
                     self._measure(trainer)
@@ -182,11 +197,9 @@ class _Run:
                     saved = time.monotonic()
                 self.progress("training", trainer.progress, 1.0, self._figures(trainer))
 
-            try:
-                with _interruptible():
-                    trainer.run(after_step)
-            finally:
-                trainer.save(state, fingerprint)
+            with _StopSignals() as stop:
+                trainer.run(after_step)
+            trainer.save(state, fingerprint)
             self._measure(trainer)
             self._write(head)
             facts = self._facts(head, training, held_out, coverage, trainer)
@@ -200,23 +213,39 @@ class _Run:
         n = self.model.n_layer
         if self.kind == "mtp":
             return [n]
-        named = default_eagle3_layers(n) if self.options.layers is None else self.options.layers
+        named = self.options.layers
+        if named is None:
+            # Fewer blocks have no three layers that are apart.
+            named = default_eagle3_layers(n) if n >= 7 else [0, n // 2, n]
         found = normalize(named, n)
-        if len(found) != 3 or "norm" in found:
-            raise InvalidInputError(f'EAGLE-3 reads three layers, 0..{n}, not "norm"; found {list(named)}')
+        if len(set(found)) != 3 or "norm" in found:
+            raise InvalidInputError(
+                f'EAGLE-3 reads three different layers, 0..{n}, not "norm"; found {list(named)}. Give others '
+                "(layers=, --layers)"
+            )
         return [*found, n]
 
     def _samples(self) -> SampleTensors:
         if is_state_folder(self.data):
+            if self.options.data != DatasetOptions():
+                raise InvalidInputError(
+                    f"{self.data} holds states of samples that are made already: max_length, template and "
+                    "supervise_empty_thoughts are for texts"
+                )
             found, made = stored_states(self.data, self.layers)
-            if made.get("model_sha256") not in (None, file_sha256(self.target)):
+            if made.get("model_sha256") not in (None, self.target_hash):
                 raise InvalidInputError(
                     f"{self.data} holds states of another file ({made.get('model', 'unknown')})"
                 )
             return found
-        limit = self.options.data.max_length or self.model.n_ctx_train
+        # Attention takes memory with the square of a sample's length.
+        limit = self.options.data.max_length or min(self.model.n_ctx_train, self.options.batch_tokens)
         options = dataclasses.replace(self.options.data, max_length=limit)
-        texts, _ = read_texts(self.model, self.data, options)
+        texts, skipped = read_texts(self.model, self.data, options)
+        self.skipped = skipped
+        if skipped:
+            reasons = "; ".join(f"row {row}: {why}" for row, why in list(skipped.items())[:3])
+            _logger.warning("%d rows of %s are left out: %s", len(skipped), self.data, reasons)
         return capture_states(
             self.model,
             texts,
@@ -249,9 +278,9 @@ class _Run:
     def _fingerprint(self) -> dict[str, Any]:
         return {
             "kind": self.kind,
-            "target": file_sha256(self.target),
-            "tokens": self.samples.n_tokens,
-            "samples": len(self.samples),
+            "target": self.target_hash,
+            "samples": self.samples.sha256(),
+            "bfloat16": is_bfloat16(self.options, self.device),
             **self.options.fingerprint(),
         }
 
@@ -259,8 +288,11 @@ class _Run:
         found = []
         for i in held_out:
             prompt = prompt_of(self.samples, i)
-            if len(prompt):
-                found.append(prompt.astype(np.int32))
+            if not len(prompt):
+                # A plain text: its beginning.
+                part = slice(self.samples.offsets[i], self.samples.offsets[i + 1])
+                prompt = self.samples.tokens[part][:_TEXT_PROMPT].cpu().numpy()
+            found.append(prompt.astype(np.int32))
             if len(found) == self.options.engine_prompts:
                 break
         return found[: self.options.engine_prompts]
@@ -300,10 +332,15 @@ class _Run:
 
     def _export(self, head: DraftHead) -> Path:
         """A draft file of the head as it is now."""
-        checkpoint = write_head(self._checkpoint, head, self.weights)
+        checkpoint = write_head(self._checkpoint, head, self.weights, dtype=self._dtype)
         path = self.folder / "draft.gguf"
-        to_gguf(checkpoint, self.target, path, type=self.type)
+        to_gguf(checkpoint, self.target, path, type="bf16" if self.kind == "mtp" else self.type)
         return path
+
+    @property
+    def _dtype(self) -> str:
+        """Dtype of the checkpoint's matrices, which the draft file's are made of."""
+        return "bfloat16" if self.kind == "mtp" or self.type == "bf16" else "float32"
 
     @property
     def _checkpoint(self) -> Path:
@@ -313,7 +350,10 @@ class _Run:
         if self.kind == "mtp":
             write_head(self.draft, head, self.weights)
         else:
-            to_gguf(write_head(self._checkpoint, head, self.weights), self.target, self.draft, type=self.type)
+            checkpoint = write_head(self._checkpoint, head, self.weights, dtype=self._dtype)
+            to_gguf(checkpoint, self.target, self.draft, type=self.type)
+        # The last measurement's, which may hold the target's embedding and head.
+        (self.folder / "draft.gguf").unlink(missing_ok=True)
 
     def _figures(self, trainer: HeadTrainer) -> dict[str, Any]:
         last = self.log.entries[-1] if self.log.entries else {}
@@ -336,16 +376,17 @@ class _Run:
         options = {key: value for key, value in self.options.fingerprint().items() if value is not None}
         facts: dict[str, Any] = {
             "kind": self.kind,
-            "target": f"{self.target.name}, sha256 {file_sha256(self.target)}",
+            "target": f"{self.target.name}, sha256 {self.target_hash}",
             "parameters": sum(one.numel() for one in head.parameters() if one.requires_grad),
             "data": self.data.name,
             "trained on": f"{len(training):,} samples, {int(sizes[list(training)].sum()):,} tokens",
             "held out": f"{len(held_out):,} samples",
-            "layers": [one if one == "norm" else int(one) for one in self.layers],
+            **({"rows left out": len(self.skipped)} if self.skipped else {}),
+            "layers read": [int(one) for one in self.layers[:-1] or self.layers],
         }
         if head.draft_tokens is not None:
             facts["draft vocabulary"] = (
-                f"{len(head.draft_tokens):,} tokens, {coverage:.1%} of those predicted"
+                f"{len(head.draft_tokens):,} tokens, {coverage:.1%} of those predicted in training"
             )
         facts |= {"steps": trainer.step, "minutes": round(trainer.seconds / 60, 1), "options": options}
         licence = self.model.metadata.get("general.license")
@@ -356,24 +397,48 @@ def _by_step(counts: StepCounts) -> dict[str, Any]:
     predicted = counts.predicted.clamp(min=1)
     return {
         "loss": [round(x, 4) for x in (counts.loss / predicted).tolist()],
-        "by_position": [round(x, 4) for x in (counts.accepted / predicted).tolist()],
+        "by_position": [round(x, 4) for x in (counts.accepted / counts.drafted.clamp(min=1)).tolist()],
         "tokens_per_round": round(counts.tokens_per_round, 4),
         "tokens": int(counts.predicted[0]),
     }
 
 
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt in this block, if it is in the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def _device(name: str | None) -> torch.device:
+    """PyTorch's device of that name; a GPU, if there is one, without a name.
 
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+    :raises InvalidInputError: there is no such device.
+    """
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        device = torch.device(name)
+        torch.zeros(1, dtype=torch.float64, device=device)
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        first = str(error).splitlines()[0]
+        raise InvalidInputError(f"device {name!r} cannot be used: {first}. Give cpu, or cuda") from None
+    return device
+
+
+class _StopSignals:
+    """SIGINT and SIGTERM set a flag in this block, so that a step is never cut; a second one ends at once.
+
+    :ivar requested: whether one came. Only the main thread gets signals.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> _StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for one in (signal.SIGINT, signal.SIGTERM):
+                self._before[one] = signal.signal(one, self._stop)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for one, handler in self._before.items():
+            signal.signal(one, handler)
+
+    def _stop(self, number: int, frame: object) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True

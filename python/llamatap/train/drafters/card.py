@@ -33,8 +33,9 @@ def drafter_card(
     if rows:
         n = max(len(found["by_position"]) for _, found in rows)
         lines += [
-            "Greedy drafting on prompts that were not trained on, and the share of drafts that were accepted "
-            "up to each position:",
+            "Greedy drafting after prompts that were not trained on, and the share of drafts that were "
+            "accepted up to each position. Held out: along the recorded texts; in the "
+            "engine: after the prompts.",
             "",
             "| | tokens per round | " + " | ".join(f"position {i + 1}" for i in range(n)) + " |",
             "| --- " * (n + 2) + "|",
@@ -43,7 +44,8 @@ def drafter_card(
             shares = " | ".join(f"{share:.3f}" for share in found["by_position"])
             lines.append(f"| {label} | {found['tokens_per_round']:.2f} | {shares} |")
         lines.append("")
-    lines += ["Made with:", "", f"    {shlex.join(command)}", ""]
+    if command:
+        lines += ["Made with:", "", f"    {shlex.join(command)}", ""]
     return "\n".join(lines)
 
 

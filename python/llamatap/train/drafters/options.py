@@ -34,7 +34,7 @@ class HeadTrainingOptions:
         to its end by whichever comes first.
     :ivar batch_tokens: maximum number of tokens in a batch, padding included.
     :ivar learning_rate: its highest value, after ``warmup`` steps; then it falls as a cosine, to 2 % of it.
-    :ivar warmup: optimizer steps in which the learning rate rises.
+    :ivar warmup: optimizer steps in which the learning rate rises, at most a tenth of all.
     :ivar weight_decay: of AdamW, on matrices.
     :ivar gradient_clip: maximum norm of the gradient.
     :ivar precision: "float32", or "bfloat16" for matrix products (the weights stay in float32); "auto" is

@@ -22,8 +22,16 @@ def prompt_of(samples: SampleTensors, i: int) -> NDArray[np.int64]:
     return found
 
 
+def _identity(samples: SampleTensors, i: int) -> bytes:
+    """The prompt of a sample, or all of it if it has none."""
+    prompt = prompt_of(samples, i)
+    part = slice(samples.offsets[i], samples.offsets[i + 1])
+    return (prompt if len(prompt) else samples.tokens[part].cpu().numpy().astype(np.int64)).tobytes()
+
+
 def split_by_prompt(samples: SampleTensors, held_out: int, seed: int) -> tuple[list[int], list[int]]:
-    """Choose held-out samples, at most an eighth of all; the samples to train on have none of their prompts.
+    """Choose held-out samples, at most an eighth of all; the samples to train on have none of their
+    prompts (or texts, where there is no prompt).
 
     :returns: the samples to train on, and the held-out ones.
     :raises InvalidInputError: nothing is left to train on.
@@ -31,11 +39,9 @@ def split_by_prompt(samples: SampleTensors, held_out: int, seed: int) -> tuple[l
     n = min(held_out, len(samples) // 8)
     order = np.random.default_rng([seed, 0]).permutation(len(samples)).tolist()
     chosen = sorted(order[:n])
-    prompts = {found.tobytes() for i in chosen if len(found := prompt_of(samples, i))}
+    held = {_identity(samples, i) for i in chosen}
     taken = set(chosen)
-    training = [
-        i for i in range(len(samples)) if i not in taken and prompt_of(samples, i).tobytes() not in prompts
-    ]
+    training = [i for i in range(len(samples)) if i not in taken and _identity(samples, i) not in held]
     if not training:
         raise InvalidInputError(f"there is nothing to train on: {len(samples)} samples, {n} of them held out")
     return training, chosen

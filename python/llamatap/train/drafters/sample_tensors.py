@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,6 +59,13 @@ class SampleTensors:
         """The number of tokens of each sample."""
         offsets = np.asarray(self.offsets, np.int64)
         return offsets[1:] - offsets[:-1]
+
+    def sha256(self) -> str:
+        """Hash of tokens, loss masks and lengths."""
+        digest = hashlib.sha256(np.asarray(self.offsets, np.int64).tobytes())
+        for part in (self.tokens[: self.n_tokens], self.loss_mask[: self.n_tokens]):
+            digest.update(part.cpu().numpy().tobytes())
+        return digest.hexdigest()
 
     def add(self, tokens: NDArray[np.int32], loss_mask: NDArray[Any], states: NDArray[Any]) -> None:
         """Add a sample.

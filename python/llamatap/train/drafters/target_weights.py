@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap.convert.gguf_files import GgufSource
+from llamatap.convert.gguf_files import GgufSource, shortest
 from llamatap.errors import UnsupportedError
 
 __all__ = ["TargetWeights"]
@@ -32,6 +32,7 @@ class TargetWeights:
     :ivar embedding: ``(n_vocab, n_embd)``.
     :ivar norm: weight of the final RMS norm, ``(n_embd,)``.
     :ivar head: output head ``(n_vocab, n_embd)``; the embedding where a file has none of its own.
+    :ivar n_layer: number of blocks, without those of multi-token prediction.
     :ivar n_ctx: trained length in tokens.
     """
 
@@ -111,12 +112,12 @@ class TargetWeights:
             embedding,
             weight("output_norm.weight"),
             weight("output.weight") if "output.weight" in source.names else embedding,
-            size(".block_count"),
+            source.n_layer,
             n_head,
             size(".attention.head_count_kv", n_head),
             size(".attention.key_length", embedding.shape[1] // n_head),
             size(".feed_forward_length"),
-            float(rms_eps),
-            float(source.key(".rope.freq_base", 10000.0)),
+            shortest(rms_eps),
+            shortest(source.key(".rope.freq_base", 10000.0)),
             size(".context_length"),
         )

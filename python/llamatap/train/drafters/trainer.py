@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from llamatap._extras import needs
-from llamatap.errors import InvalidInputError
+from llamatap.errors import InvalidInputError, NotFiniteError
 from llamatap.storage.atomic_writes import atomic_path
 from llamatap.train.drafters.heads import DraftHead
 from llamatap.train.drafters.multi_step_loss import PaddedBatch, StepCounts, multi_step_loss
@@ -22,10 +22,15 @@ with needs("train", "training drafters"):
     import torch
     from torch import Tensor
 
-__all__ = ["HeadTrainer"]
+__all__ = ["HeadTrainer", "is_bfloat16"]
 
 # The learning rate at the end, relative to its highest value.
 _LAST_RATE = 0.02
+
+
+def is_bfloat16(options: HeadTrainingOptions, device: torch.device) -> bool:
+    """Whether matrix products are computed in bfloat16."""
+    return options.precision == "bfloat16" or (options.precision == "auto" and device.type == "cuda")
 
 
 class HeadTrainer:
@@ -91,12 +96,15 @@ class HeadTrainer:
     @property
     def learning_rate(self) -> float:
         """The learning rate of the next step: a linear rise, then a cosine."""
-        rise = min(1.0, (self.step + 1) / (self.options.warmup + 1))
+        rise = min(1.0, (self.step + 1) / (min(self.options.warmup, self.n_steps // 10) + 1))
         fall = _LAST_RATE + (1 - _LAST_RATE) * 0.5 * (1 + math.cos(math.pi * self.progress))
         return self.options.learning_rate * rise * fall
 
     def run(self, after_step: Callable[[], object]) -> None:
-        """Train to the end; ``after_step`` is called after each step, and its time counts."""
+        """Train to the end; ``after_step`` is called after each step, and its time counts.
+
+        :raises NotFiniteError: the gradient holds NaN or infinity: the weights are those before the step.
+        """
         started = time.monotonic() - self.seconds
         while self.progress < 1:
             self._one_step()
@@ -116,7 +124,12 @@ class HeadTrainer:
             loss, counts = multi_step_loss(self.head, batch, self.options.steps, self.options.decay)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._weights, self.options.gradient_clip)
+        size = torch.nn.utils.clip_grad_norm_(self._weights, self.options.gradient_clip)
+        if not torch.isfinite(size):
+            raise NotFiniteError(
+                f"the gradient is {float(size)} in step {self.step}: a state of its samples may hold NaN, or "
+                f"the learning rate {self.options.learning_rate} may be too high"
+            )
         self._optimizer.step()
         self.counts = counts if self.counts is None else self.counts + counts
         self.step += 1
@@ -139,8 +152,9 @@ class HeadTrainer:
         return found
 
     def _most_likely(self, last_state: Tensor) -> Tensor:
-        normed = self.head.target_norm(last_state)
-        return (normed @ self._full_head.to(normed.dtype).T).argmax(-1)
+        # In float32: rounded to bfloat16, many logits are the same.
+        with torch.autocast(self.device.type, enabled=False):
+            return (self.head.target_norm(last_state.float()) @ self._full_head.T).argmax(-1)
 
     def _batch(self, samples: Sequence[int]) -> PaddedBatch:
         batch = self._samples.batch(samples, self.device)
@@ -150,8 +164,7 @@ class HeadTrainer:
 
     @property
     def _is_bfloat16(self) -> bool:
-        precision = self.options.precision
-        return precision == "bfloat16" or (precision == "auto" and self.device.type == "cuda")
+        return is_bfloat16(self.options, self.device)
 
     def _precision(self) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self._is_bfloat16)

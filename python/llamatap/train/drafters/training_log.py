@@ -49,7 +49,11 @@ class TrainingLog:
         figure = Figure(figsize=(9, 3.6), layout="constrained")
         left, right = figure.subplots(1, 2)
         minutes = [one["seconds"] / 60 for one in self.entries]
-        for label, key in (("training", "training"), ("held out", "held_out"), ("in the engine", "engine")):
+        for label, key in (
+            ("training (within the draft vocabulary)", "training"),
+            ("held out", "held_out"),
+            ("in the engine", "engine"),
+        ):
             points = [
                 (x, one[key]["tokens_per_round"])
                 for x, one in zip(minutes, self.entries, strict=True)
