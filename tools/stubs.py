@@ -54,7 +54,16 @@ def main() -> int:
         return 1
     environment = {**os.environ, "MYPYPATH": str(ROOT / "python")}
     return subprocess.run(
-        [sys.executable, "-m", "mypy.stubtest", "llamatap._core", "--allowlist", str(ALLOWLIST)],
+        [
+            sys.executable,
+            "-m",
+            "mypy.stubtest",
+            "llamatap._core",
+            "--allowlist",
+            str(ALLOWLIST),
+            "--mypy-config-file",
+            "pyproject.toml",
+        ],
         check=False,
         env=environment,
     ).returncode

@@ -23,6 +23,7 @@ __all__ = [
     "gguf_notes",
     "read_config",
     "read_gguf",
+    "speculators_config",
 ]
 
 #: Kinds of EAGLE-3 checkpoints.
@@ -314,14 +315,8 @@ def read_gguf(draft: GgufSource, target: GgufSource) -> Eagle3Shape:
     return shape
 
 
-def checkpoint_config(
-    shape: Eagle3Shape, form: Eagle3Format, target: GgufSource, verifier: str | None
-) -> dict[str, Any]:
-    """The config.json of a checkpoint.
-
-    :raises UnsupportedError: the format has no entry for a setting.
-    """
-    block = {
+def _block_config(shape: Eagle3Shape) -> dict[str, Any]:
+    return {
         "model_type": "llama",
         "vocab_size": shape.n_vocab,
         "hidden_size": shape.n_embd,
@@ -338,26 +333,43 @@ def checkpoint_config(
         "tie_word_embeddings": False,
         **rope_config(shape.rope),
     }
-    ids = list(shape.target_layers)
-    shared = {"draft_vocab_size": shape.n_draft_vocab, "norm_before_residual": shape.norm_before_residual}
+
+
+def speculators_config(shape: Eagle3Shape, verifier: str | None) -> dict[str, Any]:
+    """The config.json of a checkpoint of speculators.
+
+    :param verifier: name or folder of the target as transformers has it, if known.
+    """
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"name_or_path": verifier, "architectures": []},
+        },
+        "transformer_layer_config": _block_config(shape),
+        "eagle_aux_hidden_state_layer_ids": list(shape.target_layers),
+        "target_hidden_size": shape.n_embd_target,
+        "norm_before_fc": shape.norm_before_fc,
+        "tie_word_embeddings": False,
+        "draft_vocab_size": shape.n_draft_vocab,
+        "norm_before_residual": shape.norm_before_residual,
+    }
+
+
+def checkpoint_config(
+    shape: Eagle3Shape, form: Eagle3Format, target: GgufSource, verifier: str | None
+) -> dict[str, Any]:
+    """The config.json of a checkpoint.
+
+    :raises UnsupportedError: the format has no entry for a setting.
+    """
     if form == "speculators":
-        method = {"proposal_type": "greedy", "speculative_tokens": 3}
-        return {
-            "architectures": ["Eagle3DraftModel"],
-            "speculators_model_type": "eagle3",
-            "speculators_config": {
-                "algorithm": "eagle3",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [method],
-                "verifier": {"name_or_path": verifier, "architectures": []},
-            },
-            "transformer_layer_config": block,
-            "eagle_aux_hidden_state_layer_ids": ids,
-            "target_hidden_size": shape.n_embd_target,
-            "norm_before_fc": shape.norm_before_fc,
-            "tie_word_embeddings": False,
-            **shared,
-        }
+        return speculators_config(shape, verifier)
+    block, ids = _block_config(shape), list(shape.target_layers)
+    shared = {"draft_vocab_size": shape.n_draft_vocab, "norm_before_residual": shape.norm_before_residual}
     named = layer_ids.translate(ids, target="specforge", n_layer=target.n_layer, arch=target.arch)
     if form == "eagle3":
         if shape.norm_before_residual or shape.norm_before_fc:

@@ -46,7 +46,9 @@ def joined_draft(path: Path, target: ModelFiles) -> Path:
         kinds: dict[str, WeightType] = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
         source = GgufSource(target.paths[0])
         write_gguf(found, joined(block, source), kind=kinds[block.dtype.name], tokenizer=source)
-        _forget(sorted(folder.glob("mtp*.gguf"), key=lambda one: one.stat().st_mtime), found)
+        # Another process may remove files, too.
+        with contextlib.suppress(FileNotFoundError):
+            _forget(sorted(folder.glob("mtp*.gguf"), key=lambda one: one.stat().st_mtime), found)
     # The file of a cache that is read-only stays as old as it is.
     with contextlib.suppress(OSError):
         os.utime(found)

@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from llamatap._extras import needs
 from llamatap.convert.checkpoint_files import write_checkpoint
+from llamatap.convert.eagle3_config import Eagle3Shape, speculators_config
 from llamatap.convert.mtp_block import MtpConfig, write_mtp
+from llamatap.convert.rope import Rope
 from llamatap.states import DTYPES
 from llamatap.train.drafters.heads import DraftHead, Eagle3Head, MtpHead
 from llamatap.train.drafters.target_weights import TargetWeights
@@ -82,30 +84,21 @@ def _mtp_config(head: MtpHead, target: TargetWeights) -> MtpConfig:
 
 
 def _eagle3_config(head: Eagle3Head, target: TargetWeights) -> dict[str, Any]:
-    shape = head.block.shape
-    return {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.9.0",
-        "speculators_config": {"algorithm": "eagle3"},
-        "transformer_layer_config": {
-            "model_type": "llama",
-            "vocab_size": target.n_vocab,
-            "hidden_size": shape.n_embd,
-            "intermediate_size": shape.n_ff,
-            "num_hidden_layers": 1,
-            "num_attention_heads": shape.n_head,
-            "num_key_value_heads": shape.n_head_kv,
-            "head_dim": shape.head_size,
-            "rms_norm_eps": shape.rms_eps,
-            "rope_theta": shape.rope_base,
-            "max_position_embeddings": target.n_ctx,
-            "hidden_act": "silu",
-            "attention_bias": False,
-        },
-        "draft_vocab_size": len(head.target_head),
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "target_hidden_size": None,
-        "eagle_aux_hidden_state_layer_ids": list(head.target_layers),
-    }
+    block = head.block.shape
+    shape = Eagle3Shape(
+        n_embd=block.n_embd,
+        n_embd_target=target.n_embd,
+        n_ff=block.n_ff,
+        n_head=block.n_head,
+        n_head_kv=block.n_head_kv,
+        head_width=block.head_size,
+        n_vocab=target.n_vocab,
+        n_draft_vocab=len(head.target_head),
+        n_ctx=target.n_ctx,
+        eps=block.rms_eps,
+        rope=Rope(base=block.rope_base),
+        norm_before_residual=False,
+        norm_before_fc=False,
+        target_layers=head.target_layers,
+    )
+    return speculators_config(shape, None)
