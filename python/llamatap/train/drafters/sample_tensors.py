@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamatap._extras import needs
+from llamatap.dataset.samples import Samples
 from llamatap.errors import InvalidInputError
 from llamatap.train.drafters.multi_step_loss import PaddedBatch
 
@@ -46,6 +47,18 @@ class SampleTensors:
             [0],
         )
 
+    @classmethod
+    def of_texts(cls, texts: Samples, n_columns: int, n_embd: int, device: Any = "cpu") -> SampleTensors:
+        """Samples whose states :meth:`put` fills in."""
+        found = cls.empty(texts.n_tokens, n_columns, n_embd, device)
+        offsets = texts.offsets.tolist()
+        for text, first, end in zip(texts, offsets[:-1], offsets[1:], strict=True):
+            part = slice(first, end)
+            found.tokens[part] = torch.from_numpy(text.tokens)
+            found.loss_mask[part] = torch.from_numpy(text.loss_mask)
+        found.offsets = offsets
+        return found
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
@@ -79,10 +92,15 @@ class SampleTensors:
         part = slice(first, end)
         self.tokens[part] = torch.from_numpy(np.array(tokens, np.int32))
         self.loss_mask[part] = torch.from_numpy(np.array(loss_mask, np.bool_))
+        self.offsets.append(end)
+        self.put(len(self) - 1, states)
+
+    def put(self, sample: int, states: NDArray[Any]) -> None:
+        """Set the states of a sample; as in :meth:`add`."""
+        part = slice(self.offsets[sample], self.offsets[sample + 1])
         rows = torch.from_numpy(np.array(states, np.float32)).to(self.tokens.device).bfloat16()
         for i, column in enumerate(self.columns):
             column[part] = rows[:, i]
-        self.offsets.append(end)
 
     def batches(
         self, samples: Sequence[int], batch_tokens: int, rng: np.random.Generator | None = None

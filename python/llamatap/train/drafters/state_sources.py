@@ -8,7 +8,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
 
 from llamatap._extras import needs
 from llamatap._system_limits import require_memory
@@ -81,22 +80,16 @@ def capture_states(
             "Use fewer texts, or write them with `llamatap dataset --layout npy` and train on that folder, "
             "which is read from the disk.",
         )
-    found = SampleTensors.empty(samples.n_tokens, len(layers), model.n_embd, device)
-    lengths = [int(length) for length in samples.lengths]
+    found = SampleTensors.of_texts(samples, len(layers), model.n_embd, device)
+    done = 0
     with Extractor(model, n_ubatch=min(batch_tokens, 2048), **context) as extract:
-        order: list[int] = []
-        states: dict[int, NDArray[Any]] = {}
-        for pack in _packs(lengths, batch_tokens):
-            texts = [samples[i] for i in pack]
-            for i, one in zip(pack, extract([text.tokens for text in texts], layers), strict=True):
-                states[i] = one.array
-            # Samples enter in order, whatever the packing.
-            while len(order) in states:
-                i = len(order)
-                found.add(samples[i].tokens, samples[i].loss_mask, states.pop(i))
-                order.append(i)
+        for pack in _packs(samples.lengths.tolist(), batch_tokens):
+            texts = [samples[i].tokens for i in pack]
+            for i, one in zip(pack, extract(texts, layers), strict=True):
+                found.put(i, one.array)
+                done += len(one)
             if progress is not None:
-                progress(found.n_tokens)
+                progress(done)
     return found
 
 
