@@ -52,6 +52,7 @@ from llamatap._native import native_of
 from llamatap.drafting.model_drafters import named_drafter
 from llamatap.drafting.speculative_context import load_draft
 from llamatap.fetch import fetch
+from llamatap.loaded_model import LoadedModel
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = Path(__file__).parent / "prompts"
@@ -90,7 +91,7 @@ def questions(name: str, count: int) -> list[tuple[str, str]]:
     return [(rows[i]["kind"], rows[i]["text"]) for i in chosen]
 
 
-def asked(model: lt.Model, text: str) -> list[int]:
+def asked(model: LoadedModel, text: str) -> list[int]:
     """The tokens of a question in the model's chat template."""
     return list(map(int, model.tokenize(model.apply_chat_template([{"role": "user", "content": text}]))))
 
@@ -435,7 +436,7 @@ def peer(arguments: argparse.Namespace) -> list[Row]:
     sys.path.insert(0, str(ROOT / "tests"))
     from support.tiny import write_as_f32
 
-    from llamatap.convert import convert
+    from llamatap.convert import to_gguf
 
     rows: list[Row] = []
     n_max = min(3, max(n for n in arguments.n_max if isinstance(n, int)))
@@ -453,8 +454,8 @@ def peer(arguments: argparse.Namespace) -> list[Row]:
                 draft = random_eagle3(folder / "eagle3.gguf", model, heads=9, heads_kv=3, n_ff=1536)
             cases["eagle3 (random weights)"] = (draft, "draft-eagle3")
         if arguments.mtp is not None:
-            whole = convert(arguments.mtp, target, folder / "whole.gguf", whole=True)
-            cases["mtp, one file"] = (Path(getattr(whole, "path", whole)), "draft-mtp")
+            whole = to_gguf(arguments.mtp, target, folder / "whole.gguf", whole=True)
+            cases["mtp, one file"] = (whole.path, "draft-mtp")
         for title, (draft, kind) in cases.items():
             own_file = kind == "draft-mtp"
             with lt.Model(

@@ -59,7 +59,7 @@ _GUESSED_SLOPE = 0.35
 # Drafts are made if they give this many times the tokens per second of none.
 _WORTH = 1.03
 # How often a trial that gained is repeated.
-_MOST_REPEATS = 8
+_MOST_REPEATS = 3
 # After so many rounds without drafts, work may have waited in the drafter.
 _PAUSE = 4
 
@@ -300,7 +300,7 @@ class DraftLength:
         """The unmeasured lengths that would be better than the best if they cost no more than the next
         shorter one that was measured, the best of them first."""
         measured = self._measured.get(n_sequences, {})
-        enough = _WORTH * self.tokens(best) / self._relative(best, n_sequences)
+        enough = self.tokens(best) / self._relative(best, n_sequences)
         rates, cost = {}, 1.0
         for length in range(1, self.longest + 1):
             if length in measured:

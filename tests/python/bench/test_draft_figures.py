@@ -96,7 +96,11 @@ def test_break_even() -> None:
 
 
 def test_tables() -> None:
-    rows = [{"a": 1.234, "b": [0.5, 0.25]}, {"a": spread([1.0, 2.0, 4.0]), "c": "x|y"}, {"b": None}]
+    rows: list[dict[str, object]] = [
+        {"a": 1.234, "b": [0.5, 0.25]},
+        {"a": spread([1.0, 2.0, 4.0]), "c": "x|y"},
+        {"b": None},
+    ]
     assert markdown(rows).splitlines() == [
         "| a | b | c |",
         "| --- | --- | --- |",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -216,8 +216,8 @@ def test_no_more_is_drafted_than_can_be_taken_back(n_rs_seq: int, clock: Clock, 
             # It knows the texts: drafts that are rejected would soon be short.
             texts = [[*prompt, *text] for prompt, text in zip(prompts, expected, strict=True)]
 
-            def known(tokens: list[int], n_max: int) -> list[int]:
-                text = next(text for text in texts if text[: len(tokens)] == tokens)
+            def known(tokens: Sequence[int], n_max: int) -> list[int]:
+                text = next(text for text in texts if text[: len(tokens)] == list(tokens))
                 return text[len(tokens) :][:n_max]
 
             drafter = Costly(clock, known, per_token=0.05)
