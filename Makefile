@@ -7,7 +7,7 @@
 # make format      ruff's and clang-format's automatic fixes
 # make stubs       writes python/llamatap/_core.pyi, after a change to csrc/bind
 # make bench       prints ratios to a plain decode, writes bench/results/
-# make bench-drafting  speed against the engine's own drafting; writes bench/results/
+# make bench-drafting  acceptance and speed of drafting, and against the engine's own; writes bench/results/
 # make bench-text-drafters  drafters without a model against the engine's; writes bench/results/
 # make architectures   writes docs/architectures.md and its snapshot, after a change of the engine
 # make dev         an editable install that rebuilds on import
@@ -160,7 +160,7 @@ bench: $(VENV)/.tools $(VENV)/.installed
 	$(BIN)/python bench/capture.py
 
 bench-drafting: $(VENV)/.tools build/fidelity/quantize $(SPECULATIVE)
-	$(BIN)/python bench/speculation.py
+	$(BIN)/python bench/drafting.py
 
 bench-text-drafters: $(SPECULATIVE)
 	$(BIN)/python bench/text_drafters.py

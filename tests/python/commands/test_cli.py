@@ -220,6 +220,22 @@ def test_the_demo_draws(smollm2_path: Path, tmp_path: Path, capsys: pytest.Captu
     assert "(13, 31, 576)" in printed
     assert "SmolLM2-135M-Instruct.Q4_1.gguf (llama 135M Q4_1)" in printed
     assert "L2 norm of H_i" in printed
+    # Without a terminal the two texts are printed once, when they are complete.
+    assert printed.count("without a drafter") == 1
+    assert "drafts by ngram" in printed
+    assert printed.count("tokens each") == 2
+
+
+def test_the_demo_draws_over_its_lines_in_a_terminal(
+    smollm2_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    model = ["--model", str(smollm2_path), "-o", str(tmp_path / "demo.png")]
+    assert main(["demo", *model, "--drafter", "suffix"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("without a drafter") > 1
+    assert "\x1b[J" in printed
+    assert "drafts by suffix" in printed
 
 
 def test_the_demo_draws_marks_of_mathtext(smollm2_path: Path, tmp_path: Path) -> None:
