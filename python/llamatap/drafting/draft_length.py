@@ -39,6 +39,8 @@ MaxTokens: TypeAlias = int | Literal["auto"]
 _KEPT = 0.98
 # With fewer than so many tries, the prior's included, one more hit is hoped for.
 _FEW_TRIES = 8.0
+# Acceptance at a position that was never reached, relative to the one before.
+_DECLINE = 0.9
 # Decay of drafts in the long-run shares.
 _LONG_KEPT = 0.995
 # Weight of the prior: at first, every other token is accepted.
@@ -217,10 +219,11 @@ class DraftLength:
         as few drafts are known."""
         total = product = accepted = 1.0
         for i in range(length):
-            # A position that was never reached is hardly better than the one before.
-            before, accepted = accepted, self._accepted.share(i, hopeful)
-            if not self._accepted.was_tried(i):
-                accepted = min(accepted, before)
+            # A position that was never reached is probably a little worse than the one before.
+            if i == 0 or self._accepted.was_tried(i):
+                accepted = self._accepted.share(i, hopeful)
+            else:
+                accepted *= _DECLINE
             product *= self._goes_on.share(i) * accepted
             total += product
         return total

@@ -4,6 +4,7 @@ rigged drafter is right as often as it is told."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ def test_watched_drafts_are_those_of_generation(
     n_seq_max: int, temperature: float, tmp_path: Path, tiny_model: lt.Model
 ) -> None:
     prompts = [list(prompt) for prompt in ragged(np.random.default_rng(1), tiny_model.n_vocab, (6, 31, 2))]
-    options = {"max_tokens": 40, "temperature": temperature, "seed": 1}
+    options: Any = {"max_tokens": 40, "temperature": temperature, "seed": 1}
     with tiny_model.context(n_ctx=1024, n_seq_max=n_seq_max, **EXACT) as context:
         file = drafters.write_eagle3(tmp_path / "eagle3.gguf")
         spec = lt.SpeculativeContext(context, file, n_threads=1)
