@@ -47,6 +47,8 @@ _LONG_KEPT = 0.995
 _PRIOR_TRIES = 2.0
 # How often another length is tried, in rounds, so that costs and acceptance do not go stale.
 _EXPLORE_EVERY = 16
+# How much better than expected such a length may be where no draft seems to pay.
+_HOPE = 1.15
 # How often a length that was never measured is tried, if it may be better than the best.
 _HOPE_EVERY = 4
 _MEASURED = 9
@@ -303,7 +305,7 @@ class DraftLength:
         """The unmeasured lengths that would be better than the best if they cost no more than the next
         shorter one that was measured, the best of them first."""
         measured = self._measured.get(n_sequences, {})
-        enough = self.tokens(best) / self._relative(best, n_sequences)
+        enough = (1.0 if best else 1 / _HOPE) * self.tokens(best) / self._relative(best, n_sequences)
         rates, cost = {}, 1.0
         for length in range(1, self.longest + 1):
             if length in measured:
