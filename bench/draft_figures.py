@@ -28,10 +28,14 @@ def in_loops(tokens: ArrayLike, longest_period: int = 64, times: int = 3) -> NDA
 
 
 def right_tokens(draft: Sequence[int], text: Sequence[int]) -> tuple[int, int]:
-    """(verified, accepted) of a draft that stands before this rest of the text."""
-    drafted = min(len(draft), len(text))
-    accepted = next((i for i in range(drafted) if draft[i] != text[i]), drafted)
-    return drafted, accepted
+    """(verified, accepted) of a draft that stands before this rest of the text.
+
+    As in llamatap.Stats, a text that ends inside a draft says nothing about the tokens after its end.
+    """
+    accepted = 0
+    while accepted < min(len(draft), len(text)) and draft[accepted] == text[accepted]:
+        accepted += 1
+    return (accepted if accepted == len(text) else len(draft)), accepted
 
 
 @dataclass

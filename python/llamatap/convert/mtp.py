@@ -228,8 +228,12 @@ def whole_model(block: MtpBlock, target: GgufSource) -> GgufContent:
     base = shortest(target.key(".rope.freq_base", 10000.0))
     for what, ours, theirs in (
         ("heads of width", config.head_dim, width),
-        ("a rotary base of", config.rope_theta, base),
-        ("an epsilon of", config.rms_norm_eps, shortest(target.key(".attention.layer_norm_rms_epsilon"))),
+        ("a rotary base of", shortest(config.rope_theta), base),
+        (
+            "an epsilon of",
+            shortest(config.rms_norm_eps),
+            shortest(target.key(".attention.layer_norm_rms_epsilon")),
+        ),
     ):
         if ours != theirs:
             raise InvalidInputError(

@@ -39,12 +39,16 @@ MaxTokens: TypeAlias = int | Literal["auto"]
 _KEPT = 0.98
 # With fewer than so many tries, the prior's included, one more hit is hoped for.
 _FEW_TRIES = 8.0
+# Acceptance at a position that was never reached, relative to the one before.
+_DECLINE = 0.9
 # Decay of drafts in the long-run shares.
 _LONG_KEPT = 0.995
 # Weight of the prior: at first, every other token is accepted.
 _PRIOR_TRIES = 2.0
 # How often another length is tried, in rounds, so that costs and acceptance do not go stale.
 _EXPLORE_EVERY = 16
+# How much better than expected such a length may be where no draft seems to pay.
+_HOPE = 1.15
 # How often a length that was never measured is tried, if it may be better than the best.
 _HOPE_EVERY = 4
 _MEASURED = 9
@@ -217,10 +221,11 @@ class DraftLength:
         as few drafts are known."""
         total = product = accepted = 1.0
         for i in range(length):
-            # A position that was never reached is hardly better than the one before.
-            before, accepted = accepted, self._accepted.share(i, hopeful)
-            if not self._accepted.was_tried(i):
-                accepted = min(accepted, before)
+            # A position that was never reached is probably a little worse than the one before.
+            if i == 0 or self._accepted.was_tried(i):
+                accepted = self._accepted.share(i, hopeful)
+            else:
+                accepted *= _DECLINE
             product *= self._goes_on.share(i) * accepted
             total += product
         return total
@@ -300,7 +305,7 @@ class DraftLength:
         """The unmeasured lengths that would be better than the best if they cost no more than the next
         shorter one that was measured, the best of them first."""
         measured = self._measured.get(n_sequences, {})
-        enough = self.tokens(best) / self._relative(best, n_sequences)
+        enough = (1.0 if best else 1 / _HOPE) * self.tokens(best) / self._relative(best, n_sequences)
         rates, cost = {}, 1.0
         for length in range(1, self.longest + 1):
             if length in measured:

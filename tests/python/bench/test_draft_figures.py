@@ -55,6 +55,7 @@ def test_loops_are_those_of_the_definition(period: int) -> None:
 def test_right_tokens() -> None:
     assert right_tokens([1, 2, 3], [1, 2, 4, 5]) == (3, 2)
     assert right_tokens([1, 2, 3], [1, 2]) == (2, 2)
+    assert right_tokens([1, 7, 3], [1, 2]) == (3, 1)
     assert right_tokens([7], [1]) == (1, 0)
     assert right_tokens([], [1]) == (0, 0)
 
