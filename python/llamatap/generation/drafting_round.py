@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from llamatap._engine_context import EngineContext
 from llamatap.drafting.draft_length import measured_length, request_limit
 from llamatap.drafting.drafter import Draft, Drafter, DraftRequest, checked_drafts
-from llamatap.drafting.model_drafters import draft_contexts
 from llamatap.errors import InvalidInputError
 from llamatap.generation.request import NO_DRAFT, Request
 from llamatap.generation.rollback import Rollback
@@ -23,7 +22,6 @@ class RoundDrafts:
     """Asks the drafter for the drafts of each round.
 
     :ivar length: the measured length for ``n_max="auto"``, else None.
-    :ivar in_vain: seconds of asking for drafts in the last round, if none came; else None.
     """
 
     def __init__(
@@ -34,10 +32,9 @@ class RoundDrafts:
         self._timer = timer
         self._n_vocab = engine.model.n_vocab
         self._request_limit = request_limit(drafter.n_max)
-        self.length = measured_length(drafter.n_max, warms_up=len(draft_contexts(drafter)) > 0)
-        self.in_vain: float | None = None
+        self.length = measured_length(drafter.n_max)
 
-    def ask(self, in_flight: Sequence[Request], in_prefill: bool) -> float:
+    def ask(self, in_flight: Sequence[Request], in_prefill: bool) -> int:
         """Give each request its draft.
 
         :param in_prefill: whether a request of the round is in prefill.
@@ -46,17 +43,13 @@ class RoundDrafts:
         """
         for request in in_flight:
             request.draft = NO_DRAFT
-            request.n_asked = 0
-        self.in_vain = None
         asked = self._requests(in_flight, in_prefill)
         if not asked:
             return 0
         drafting = [request for request in in_flight if request.seq in asked]
         for request in drafting:
             request.n_entries = 1
-            request.n_asked = asked[request.seq].n_max
         self._timer.charge("target", drafting)
-        started = self._timer.now
         drafts = checked_drafts(self._drafter, asked)
         n_drafted = 0
         for request in drafting:
@@ -64,9 +57,7 @@ class RoundDrafts:
                 request.draft = self._usable(draft, request.options.rejection)
                 n_drafted += len(draft.tokens)
         self._timer.charge("draft", drafting)
-        if n_drafted == 0:
-            self.in_vain = self._timer.now - started
-        return n_drafted / len(in_flight)
+        return round(n_drafted / len(drafting))
 
     def _requests(self, in_flight: Sequence[Request], in_prefill: bool) -> dict[int, DraftRequest]:
         """Draft requests for the texts that may continue after the next token."""
@@ -98,7 +89,7 @@ class RoundDrafts:
             limit = self._request_limit
         elif in_prefill:
             # Rounds with prefill are not measured, so they try no other length.
-            limit = self.length.settled(n_in_flight)
+            limit = self.length.best(n_in_flight)
         else:
             limit = self.length.choose(n_in_flight)
         return self._rollback.cap_draft(limit)

@@ -88,8 +88,6 @@ class Request:
         self.n_given = 0
         # The current round.
         self.draft = NO_DRAFT
-        #: How many tokens its draft could have had; 0 if none was asked for.
-        self.n_asked = 0
         #: Number of its entries in the next pass: a chunk of the prompt, or the newest token and the draft.
         self.n_entries = 0
         #: Entry of its first output in the pass: the newest token, or the last token of the prompt's chunk.

@@ -137,8 +137,7 @@ class Scheduler:
         for requests in self._rollback.passes([one for one in in_flight if one.n_entries > 0]):
             self._pass(requests)
         if self._draft_length is not None and not in_prefill:
-            in_vain = None if self._drafts is None else self._drafts.in_vain
-            self._draft_length.measure(n_drafted, self._timer.now - started, len(in_flight), in_vain)
+            self._draft_length.measure(n_drafted, self._timer.now - started, len(in_flight))
         return events + self._new_events(list(in_flight))
 
     def _admit(self) -> None:

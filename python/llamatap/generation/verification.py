@@ -122,9 +122,8 @@ class Verifier:
         # Drafted tokens after the end of the text were not verified.
         n_verified = n_kept if request.newest_is_decoded else len(request.draft.tokens)
         request.stats.count(n_verified, n_kept)
-        if self._length is not None and request.n_asked:
-            n_asked = n_verified if request.newest_is_decoded else request.n_asked
-            self._length.observe(n_verified, n_kept, n_asked)
+        if self._length is not None and n_verified:
+            self._length.observe(n_verified, n_kept)
         if request.options.states is not None and states is not None:
             # The rows of the token before the draft, and of the accepted tokens.
             first = request.first_state

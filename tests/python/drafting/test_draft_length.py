@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -130,7 +129,7 @@ def test_it_follows_when_drafts_become_dear() -> None:
         assert known[chosen].mean() > WORTH * known.max()
 
 
-@pytest.mark.parametrize(("few", "many"), [(1, 8), (2, 4)])
+@pytest.mark.parametrize(("few", "many"), [(1, 8), (2, 3)])
 def test_it_knows_what_rounds_of_as_many_sequences_take(few: int, many: int) -> None:
     """Eight sequences fill a pass, so drafts do not pay; once seven of them end, drafts pay at once."""
 
@@ -154,106 +153,6 @@ def test_it_knows_what_rounds_of_as_many_sequences_take(few: int, many: int) -> 
         # Back again, without new measurements.
         chosen = rounds(length, shares, together, 60, rng, n_sequences=many)
         assert (chosen == 0).mean() >= 0.9
-
-
-#: Milliseconds of a pass by its tokens: SmolLM2 as published on two cores, where a second token costs nearly
-#: as much as the first; as float16 there; and a larger model on a GPU.
-PASSES: dict[str, tuple[list[float], list[float]]] = {
-    "q4_1": ([1, 2, 3, 4, 5, 72], [5.4, 9.5, 11.3, 13.2, 15.1, 142.0]),
-    "f16": ([1, 2, 3, 4, 5, 72], [7.7, 10.9, 11.4, 12.2, 13.3, 74.0]),
-    "gpu": ([1, 8, 9, 72], [3.7, 4.0, 5.0, 6.0]),
-}
-
-
-@dataclass(frozen=True)
-class Simulated:
-    """A drafter: how much is accepted by position, how often it has a draft, what a drafted token costs."""
-
-    accepted: Shares
-    has: float = 1.0
-    per_token: float = 0.0
-    #: Milliseconds for each token that has waited since the last draft.
-    per_waiting: float = 0.0
-
-
-DRAFTERS = {
-    "a good head": Simulated([0.8], per_token=0.6, per_waiting=0.01),
-    "a fair head": Simulated([0.57, 0.6, 0.5], per_token=0.6, per_waiting=0.01),
-    "a head that is always wrong": Simulated([0.0], per_token=0.6, per_waiting=0.01),
-    "n-grams": Simulated([0.5, 0.6, 0.5], has=0.15),
-    "n-grams that are often wrong": Simulated([0.2], has=0.5),
-    "a text that comes again": Simulated([0.97], has=0.9),
-}
-
-
-def milliseconds(
-    length: DraftLength | None, drafter: Simulated, passes: str, lengths: Sequence[int], seed: int
-) -> float:
-    """Milliseconds of generating texts of these lengths at once, without drafts if `length` is None."""
-    rng = np.random.default_rng(seed)
-    left = list(lengths)
-    total, waiting = 0.0, 0
-    while left:
-        limit = 0 if length is None else length.choose(len(left))
-        n_drafted = longest = 0
-        seen = []
-        for i, n_left in enumerate(left):
-            asked = min(limit, n_left - 1)
-            drafted = asked if rng.random() < drafter.has else 0
-            accepted = 0
-            while (
-                accepted < drafted
-                and rng.random() < drafter.accepted[min(accepted, 2) % len(drafter.accepted)]
-            ):
-                accepted += 1
-            seen += [(drafted, accepted, asked)] if asked else []
-            n_drafted, longest = n_drafted + drafted, max(longest, drafted)
-            left[i] -= accepted + 1
-        seconds = float(np.interp(len(left) + n_drafted, *PASSES[passes])) + drafter.per_token * longest
-        if n_drafted:
-            seconds += drafter.per_waiting * waiting
-        waiting = 0 if n_drafted else waiting + len(left)
-        seconds *= 1 + 0.03 * abs(rng.standard_normal())
-        if length is not None:
-            for one in seen:
-                length.observe(*one)
-            length.measure(n_drafted / len(left), seconds, len(left), 0.0 if seen and not n_drafted else None)
-        total += seconds
-        left = [n for n in left if n > 0]
-    return total
-
-
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("n_sequences", [1, 8])
-@pytest.mark.parametrize("passes", PASSES)
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_whole_texts_are_hardly_ever_slower_than_without_drafts(
-    name: str, passes: str, n_sequences: int
-) -> None:
-    """Texts of 128 tokens, of which the first end after 64; on average at least 0.97 times the speed."""
-    drafter = DRAFTERS[name]
-    lengths = np.linspace(64, 128, n_sequences + 1).round().astype(int)[1:].tolist()
-    ratios = [
-        milliseconds(None, drafter, passes, lengths, seed)
-        / milliseconds(DraftLength(LONGEST, warms_up=drafter.per_waiting > 0), drafter, passes, lengths, seed)
-        for seed in range(16)
-    ]
-    assert np.mean(ratios) >= 0.97
-    assert min(ratios) >= 0.93
-    if name == "a text that comes again":
-        assert np.mean(ratios) >= 1.15
-
-
-def test_a_drafter_that_mostly_has_no_draft_costs_little_and_gives_little() -> None:
-    length = DraftLength(4)
-    for _ in range(2000):
-        for drafted, accepted in ((4, 4), (0, 0), (0, 0), (0, 0)):
-            length.observe(drafted, accepted, 4)
-            length.measure(drafted, 1 + 0.1 * drafted, 1, None if drafted else 0.25)
-    assert length.acceptance(1) == pytest.approx(1, abs=0.02)
-    assert length.tokens(4) == pytest.approx(2, abs=0.1)
-    # Asking in vain is not counted as a round without drafts.
-    assert length.seconds(0) == pytest.approx(0.75)
 
 
 def test_estimates_are_shares_and_medians() -> None:
