@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamatap._extras import needs
+from llamatap._system_limits import require_memory
 from llamatap._validate import choice, instance
 from llamatap._validate import path as checked_path
 from llamatap.convert import to_gguf
@@ -174,6 +175,12 @@ class _Run:
             head = self._head(tokens).to(self.device)
             full_head = torch.from_numpy(self.weights.head).to(self.device)
             trainer = HeadTrainer(head, self.samples, training, held_out, full_head, options)
+            if self.device.type == "cpu":
+                require_memory(
+                    trainer.step_bytes(),
+                    f"a training step of {options.batch_tokens} tokens takes about",
+                    "give fewer (batch_tokens, --batch-tokens), or shorter samples (max_length, --max-length)",
+                )
             fingerprint = self._fingerprint()
             resumes = options.resume and state.exists()
             self.log = TrainingLog(self.folder, continues=resumes)

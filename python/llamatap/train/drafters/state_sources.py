@@ -77,8 +77,8 @@ def capture_states(
         require_memory(
             n_bytes,
             f"the states of {samples.n_tokens} tokens take",
-            "Use fewer texts, or write them with `llamatap dataset --layout npy` and train on that folder, "
-            "which is read from the disk.",
+            "use fewer texts, or write them with `llamatap dataset --layout npy` and train on that folder, "
+            "which is read from the disk",
         )
     found = SampleTensors.of_texts(samples, len(layers), model.n_embd, device)
     done = 0

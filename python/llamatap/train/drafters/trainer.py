@@ -82,6 +82,17 @@ class HeadTrainer:
         self._order: list[list[int]] = []
         self.counts: StepCounts | None = None
 
+    def step_bytes(self) -> int:
+        """Estimate of the memory that a step takes beside weights and states: of each drafting step the
+        attention's scores and weights and the logits of the draft vocabulary, with what their gradients need.
+        """
+        steps, tokens = self.options.steps, self.options.batch_tokens
+        longest = int(self._samples.lengths[list(self._training)].max())
+        tokens = max(tokens, longest)
+        attention = 3 * steps * self.head.block.shape.n_head * longest
+        n_vocab = len(self.head.target_head)
+        return int(4 * tokens * (attention + (2 + 3 * steps) * n_vocab))
+
     @property
     def epoch(self) -> int:
         """Passes over the data that were finished."""

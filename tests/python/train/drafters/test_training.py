@@ -299,3 +299,10 @@ def test_a_target_of_another_file(target: Path, texts: Path, tmp_path: Path) -> 
     other = TinyLlama(n_layer=7, seed=4).write(tmp_path / "other.gguf")
     with pytest.raises(lt.InvalidInputError, match="holds states of another file"):
         train_head("eagle3", other, tmp_path / "states", tmp_path / "a.gguf", options(layers=[1, 2, 3]))
+
+
+def test_a_step_that_does_not_fit_into_memory(target: Path, texts: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        lt.OutOfMemoryError, match=r"a training step of 1000000000 tokens takes about .*--batch-tokens"
+    ):
+        train_head("mtp", target, texts, tmp_path / "a.safetensors", options(batch_tokens=10**9))
