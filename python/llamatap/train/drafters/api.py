@@ -179,7 +179,7 @@ class _Run:
                 require_memory(
                     trainer.step_bytes(),
                     f"a training step of {options.batch_tokens} tokens takes about",
-                    "give fewer (batch_tokens, --batch-tokens), or shorter samples (max_length, --max-length)",
+                    "give fewer (batch_tokens, --batch-tokens) or shorter samples (max_length, --max-length)",
                 )
             fingerprint = self._fingerprint()
             resumes = options.resume and state.exists()
