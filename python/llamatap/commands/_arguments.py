@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DTYPES",
+    "add_chat_masks",
     "add_field",
     "add_loading",
     "add_model",
@@ -177,6 +178,18 @@ def add_threads(parser: argparse.ArgumentParser, *names: str) -> None:
         kind=integers(1),
         text="threads of the engine (default: one for each physical core, within the CPU quota of the "
         "container)",
+    )
+
+
+def add_chat_masks(parser: argparse.ArgumentParser) -> None:
+    """``--chat-template`` and ``--supervise-empty-thoughts``: how conversations become samples."""
+    parser.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="chat template file, instead of the model's own"
+    )
+    parser.add_argument(
+        "--supervise-empty-thoughts",
+        action="store_true",
+        help="include the empty <think> blocks that a chat template adds in the loss mask",
     )
 
 

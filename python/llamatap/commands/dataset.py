@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from llamatap.commands._arguments import (
     DTYPES,
+    add_chat_masks,
     add_loading,
     add_model,
     add_threads,
@@ -78,20 +79,13 @@ def _add_samples(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="leave out samples with fewer tokens in the loss mask (default: 1)",
     )
-    parser.add_argument(
-        "--chat-template", type=Path, metavar="FILE", help="chat template file, instead of the model's own"
-    )
+    add_chat_masks(parser)
     parser.add_argument(
         "--template-variables",
         metavar="JSON",
         help='variables of the chat template: {"enable_thinking": false}',
     )
     parser.add_argument("--date", metavar="YYYY-MM-DD", help="date that chat templates see as today")
-    parser.add_argument(
-        "--supervise-empty-thoughts",
-        action="store_true",
-        help="include the empty <think> blocks that a chat template adds in the loss mask",
-    )
 
 
 def _add_running(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llamatap.commands._arguments import add_threads, given, integers, layer_ids, number_above, read_text
+from llamatap.commands._arguments import (
+    add_chat_masks,
+    add_threads,
+    given,
+    integers,
+    layer_ids,
+    number_above,
+    read_text,
+)
 from llamatap.commands._progress import progress_bar
 from llamatap.context_options import ContextOptions
 
@@ -65,14 +73,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         )
     parser.add_argument("--device", help="PyTorch's device (default: a GPU if there is one)")
     parser.add_argument("--precision", choices=("auto", "float32", "bfloat16"), default="auto")
-    parser.add_argument(
-        "--chat-template", type=Path, metavar="FILE", help="chat template file, instead of the model's own"
-    )
-    parser.add_argument(
-        "--supervise-empty-thoughts",
-        action="store_true",
-        help="include the empty <think> blocks that a chat template adds in the loss",
-    )
+    add_chat_masks(parser)
     parser.add_argument("--resume", action="store_true", help="continue the training of the same output")
     parser.add_argument(
         "--gpu-layers",

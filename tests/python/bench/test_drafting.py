@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draft_acceptance import watched
 from draft_figures import Counts
-from drafting import watched
 from rigged_drafts import SHAPES, RiggedDrafter, random_eagle3, random_target
 from support.generation import EXACT, ragged
 from support.tiny_models import drafters
