@@ -1,6 +1,7 @@
 """`llamatap conversations` by PyTorch on a GPU, for millions of tokens.
 
-    python tools/conversations_on_gpu.py MODEL.gguf OUT.jsonl --tokens 11000000 --seed 2026
+    python tools/conversations_on_gpu.py MODEL.gguf OUT.jsonl --tokens 11000000 --seed 2026 \
+        --without bench/prompts/own.jsonl bench/prompts/hand.jsonl
 
 gives 80,000 tokens a second with SmolLM2-135M on an H200; the engine's passes with sampling on the CPU give
 some thousands. For models of the llama architecture (no biases, no scaling of the rope). Weights are those of
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from torch import Tensor
 
 import llamatap as lt
 from llamatap.convert.gguf_files import GgufSource
-from llamatap.train.conversations import TurnFrame, turn_frame
+from llamatap.storage.atomic_writes import atomic_path
+from llamatap.train.conversations import TurnFrame, turn_frame, without_loop
 
 MAX_QUESTION, MAX_ANSWER = 192, 512
 # Steps between looks at which conversations have ended.
@@ -133,6 +135,7 @@ class Conversations:
         self.tokens = torch.zeros(n_seq, dtype=torch.int64, device=device)
         self.positions, self.ends = torch.zeros_like(self.tokens), torch.zeros_like(self.tokens)
         self.done = torch.zeros(n_seq, dtype=torch.bool, device=device)
+        self.in_flight = n_seq
         self.begin(model.seqs)
 
     def begin(self, seqs: Tensor) -> None:
@@ -162,18 +165,23 @@ class Conversations:
         self.positions.copy_(torch.where(self.done | stop, self.positions, upcoming))
         self.done |= stop
 
-    def finished(self) -> Iterator[tuple[list[int], int, int]]:
+    def finished(self, refill: bool) -> Iterator[tuple[NDArray[np.int32], int, int]]:
         """Tokens, the end of the question and the beginning of the answer of those that ended.
 
-        Others begin in their places.
+        :param refill: let others begin in their places.
         """
-        seqs = self.done.nonzero().flatten()
+        seqs = (self.done & (self.positions > 0)).nonzero().flatten()
         if len(seqs):
             parts = [one[seqs].cpu().numpy() for one in (self.texts, self.positions, self.ends)]
-            self.begin(seqs)
+            # Handed out; idle without a new one.
+            self.positions[seqs] = 0
+            if refill:
+                self.begin(seqs)
+            else:
+                self.in_flight -= len(seqs)
             for text, position, end in zip(*parts, strict=True):
                 if len(self.before) < end < OPEN:
-                    yield text[: position + 2].tolist(), int(end), int(end) + len(self.after)
+                    yield text[: position + 2], int(end), int(end) + len(self.after)
 
 
 def repeated(step: Callable[[], None], device: torch.device) -> Callable[[], object]:
@@ -192,35 +200,52 @@ def repeated(step: Callable[[], None], device: torch.device) -> Callable[[], obj
 
 
 def sample(
-    path: Path, n_tokens: int, n_seq: int, seed: int, temperatures: list[float]
+    path: Path,
+    n_tokens: int,
+    n_seq: int,
+    seed: int,
+    temperatures: list[float],
+    without: Iterable[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Rows of conversations, as `llamatap train` reads them, until they hold enough tokens."""
+    """Rows of conversations, as `llamatap train` reads them, until they hold enough tokens.
+
+    Those in flight then are finished, or short ones would be more frequent than they are.
+
+    :param without: questions that are left out, to measure on.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float16 if device.type == "cuda" else torch.float32
-    with lt.Model(path, vocab_only=True) as vocabulary:
-        frame = turn_frame(vocabulary)
-        ends = np.array([vocabulary.is_end_of_generation(i) for i in range(vocabulary.n_vocab)])
-        if not ends[frame.after[0]]:
-            raise SystemExit(
-                "the chat template ends questions with a token that ends no text; questions cannot be sampled"
-            )
-        controls = {i for i in range(vocabulary.n_vocab) if not vocabulary.token_bytes(i, special=False)}
+    vocabulary = lt.Model(path, vocab_only=True)
+    frame = turn_frame(vocabulary)
+    ends = np.array([vocabulary.is_end_of_generation(i) for i in range(vocabulary.n_vocab)])
+    if not ends[frame.after[0]]:
+        raise SystemExit(
+            "the chat template ends questions with a token that ends no text; questions cannot be sampled"
+        )
+    controls = {i for i in range(vocabulary.n_vocab) if not vocabulary.token_bytes(i, special=False)}
     n_ctx = len(frame.before) + MAX_QUESTION + len(frame.after) + MAX_ANSWER + 1
     work = Conversations(LlamaOnGpu(path, n_seq, n_ctx, device, dtype), frame, temperatures, ends)
     step = repeated(work.step, device)
     torch.manual_seed(seed)
     work.begin(work.model.seqs)
+    left_out = {text.strip() for text in without}
     seen: set[bytes] = set()
-    done = 0
-    while done < n_tokens:
+    done = ended = 0
+    while work.in_flight:
         for _ in range(LOOK):
             step()
-        for tokens, end, answer in work.finished():
-            question = tokens[len(frame.before) : end]
-            key = np.array(question, np.int32).tobytes()
-            if key in seen or not controls.isdisjoint(question):
+        # Those in flight will hold as many tokens as others did.
+        enough = done + work.in_flight * done / max(ended, 1) >= n_tokens
+        for text, end, answer in work.finished(refill=not enough):
+            ended += 1
+            question = text[len(frame.before) : end]
+            key = question.tobytes()
+            if key in seen or not controls.isdisjoint(question.tolist()):
                 continue
             seen.add(key)
+            if vocabulary.detokenize(question).strip() in left_out:
+                continue
+            tokens = [*text[:answer].tolist(), *without_loop(text[answer:]).tolist()]
             done += len(tokens)
             yield {"input_ids": tokens, "loss_mask": [0] * answer + [1] * (len(tokens) - answer)}
 
@@ -235,12 +260,21 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=1536)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--temperatures", default="0,0.8")
+    parser.add_argument(
+        "--without",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE.jsonl",
+        help='leave out the "text" of its rows',
+    )
     arguments = parser.parse_args()
+    left_out = [json.loads(line)["text"] for file in arguments.without for line in file.open()]
     temperatures = [float(one) for one in arguments.temperatures.split(",")]
     started, n, n_tokens = time.monotonic(), 0, 0
-    with torch.no_grad(), arguments.output.open("w") as file:
+    with torch.no_grad(), atomic_path(arguments.output) as scratch, scratch.open("w") as file:
         for row in sample(
-            arguments.model, arguments.tokens, arguments.parallel, arguments.seed, temperatures
+            arguments.model, arguments.tokens, arguments.parallel, arguments.seed, temperatures, left_out
         ):
             file.write(json.dumps(row) + "\n")
             n, n_tokens = n + 1, n_tokens + len(row["input_ids"])

@@ -34,6 +34,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--temperatures", default="0,0.8", help="of the answers, taken in turn (default: 0,0.8)"
     )
+    parser.add_argument(
+        "--keep-loops",
+        action="store_true",
+        help="do not cut answers that end in a loop after its second round",
+    )
     parser.add_argument("--max-answer", type=integers(1), default=512, metavar="N", help="(default: 512)")
     parser.add_argument("--parallel", type=integers(1, 256), default=32, metavar="N", help="(default: 32)")
     parser.add_argument("--seed", type=integers(0), default=0, help="(default: 0)")
@@ -78,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
                     max_answer_tokens=arguments.max_answer,
                     questions=questions,
                     frame=frame,
+                    keep_loops=arguments.keep_loops,
                 ):
                     file.write(json.dumps(found.row()) + "\n")
                     n += 1

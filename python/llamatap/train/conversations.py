@@ -14,17 +14,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llamatap._validate import instance, integer, number
+from llamatap._validate import flag, instance, integer, number
 from llamatap.context import Context
 from llamatap.errors import InvalidInputError, UnsupportedError
 from llamatap.generation.results import Generation
 from llamatap.generation.session import Session
 from llamatap.loaded_model import LoadedModel
 
-__all__ = ["Conversation", "TurnFrame", "sample_conversations", "turn_frame"]
+__all__ = ["Conversation", "TurnFrame", "sample_conversations", "turn_frame", "without_loop"]
 
 # So many useless questions one after another are those of a model that writes no questions.
 _MAX_DROPPED = 256
+# A loop is at most so many tokens long, and repeats so often and over so many tokens that no list does.
+_LOOP, _LOOP_REPEATS, _LOOP_TOKENS = 64, 4, 24
 # No template writes it, and no tokenizer has a token of it.
 _MARK = "\x02llamatap\x03"
 # Questions whose first and last characters tokenizers join with others in different ways.
@@ -100,6 +102,23 @@ def turn_frame(model: LoadedModel, *, chat_template: str | None = None, **variab
     return TurnFrame(before, after)
 
 
+def without_loop(tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Cut an answer that ends in a loop after the second round of the loop.
+
+    Small models fall into loops, most of all at temperature 0, and then fill an answer up to its limit.
+
+    :param tokens: int32 ``(n,)``: the answer.
+    :returns: the beginning of ``tokens`` up to the end of the second round of at most 64 tokens that are
+        repeated up to the end at least four times and over 24 tokens; ``tokens`` if there are none.
+    """
+    for period in range(1, min(_LOOP, len(tokens) // _LOOP_REPEATS) + 1):
+        differs = np.flatnonzero(tokens[period:] != tokens[:-period])
+        first = int(differs[-1]) + 1 if len(differs) else 0
+        if len(tokens) - first >= max(_LOOP_REPEATS * period, _LOOP_TOKENS):
+            return tokens[: first + 2 * period]
+    return tokens
+
+
 def sample_conversations(
     context: Context,
     n_tokens: int,
@@ -111,6 +130,7 @@ def sample_conversations(
     max_answer_tokens: int = 512,
     questions: Iterable[NDArray[np.int32]] | None = None,
     frame: TurnFrame | None = None,
+    keep_loops: bool = False,
 ) -> Iterator[Conversation]:
     """Sample conversations until they hold enough tokens. Unfinished and repeated questions are dropped.
 
@@ -123,12 +143,14 @@ def sample_conversations(
     :param max_answer_tokens: longer answers are cut.
     :param questions: answer these instead of sampling some; sampling ends with them.
     :param frame: as :func:`turn_frame` gives it, which is the default.
+    :param keep_loops: keep answers that end in a loop whole, instead of cutting them as :func:`without_loop`
+        does.
     :raises InvalidInputError: an argument is wrong.
     :raises UnsupportedError: the model has no chat template, or one without an end token after questions, or
         generates no text; or of 256 questions in a row, none is finished and new.
     """
     instance("context", context, Context)
-    integer("n_tokens", n_tokens, 1)
+    integer("n_tokens", n_tokens, 1, 2**62)
     integer("max_question_tokens", max_question_tokens, 1)
     integer("max_answer_tokens", max_answer_tokens, 1)
     answer_temperatures = [number("temperatures", one) for one in temperatures]
@@ -152,6 +174,7 @@ def sample_conversations(
         max_question_tokens,
         max_answer_tokens,
         None if questions is None else iter(questions),
+        flag("keep_loops", keep_loops),
     )
     return work.run(n_tokens)
 
@@ -169,11 +192,12 @@ class _Work:
         max_question_tokens: int,
         max_answer_tokens: int,
         questions: Iterator[NDArray[np.int32]] | None,
+        keep_loops: bool,
     ) -> None:
         self._context, self._frame, self._rng = context, frame, rng
         self._question_temperature, self._temperatures = question_temperature, temperatures
         self._max_question_tokens, self._max_answer_tokens = max_question_tokens, max_answer_tokens
-        self._questions = questions
+        self._questions, self._keep_loops = questions, keep_loops
         self._seen: set[bytes] = set()
         self._asking: set[int] = set()
         self._answering: dict[int, tuple[NDArray[np.int32], float]] = {}
@@ -199,7 +223,7 @@ class _Work:
                                 "question_temperature or max_question_tokens"
                             )
                         continue
-                    found = _conversation(event.final, *self._answering.pop(event.index))
+                    found = _conversation(event.final, *self._answering.pop(event.index), self._keep_loops)
                     sampled += len(found.input_ids)
                     yield found
                     if sampled >= n_tokens:
@@ -251,8 +275,11 @@ def _question(model: LoadedModel, final: Generation) -> NDArray[np.int32] | None
     return question
 
 
-def _conversation(final: Generation, question: NDArray[np.int32], temperature: float) -> Conversation:
-    tokens = np.concatenate([final.prompt, final.tokens])
+def _conversation(
+    final: Generation, question: NDArray[np.int32], temperature: float, keep_loops: bool
+) -> Conversation:
+    answer = final.tokens if keep_loops else without_loop(final.tokens)
+    tokens = np.concatenate([final.prompt, answer])
     mask = np.zeros(len(tokens), np.uint8)
     mask[len(final.prompt) :] = 1
     return Conversation(tokens, mask, question, temperature, final.finish_reason)

@@ -14,7 +14,13 @@ from support.paths import ENGINE_MODELS
 from support.tiny import TinyLlama
 
 import llamatap as lt
-from llamatap.train.conversations import Conversation, TurnFrame, sample_conversations, turn_frame
+from llamatap.train.conversations import (
+    Conversation,
+    TurnFrame,
+    sample_conversations,
+    turn_frame,
+    without_loop,
+)
 
 #: Other ones than turn_frame tries.
 QUESTIONS = (
@@ -317,3 +323,55 @@ def test_a_real_model(smollm2: lt.Model) -> None:
         assert smollm2.detokenize(one.input_ids[:n_prompt]) == text
         assert one.loss_mask.tolist() == [0] * n_prompt + [1] * (len(one.input_ids) - n_prompt)
     assert_frames(smollm2, frame, str(smollm2.chat_template))
+
+
+@pytest.mark.parametrize("period", [1, 3, 40, 64])
+def test_a_loop_is_cut_after_its_second_round(period: int) -> None:
+    rng = np.random.default_rng(period)
+    text, loop = rng.permutation(200)[:50], 200 + rng.permutation(100)[:period]
+    rounds = 4 if period > 6 else 25 // period + 1
+    # The last round may be cut anywhere.
+    for cut in range(period):
+        looped = np.concatenate([text, np.tile(loop, rounds), loop[:cut]]).astype(np.int32)
+        assert without_loop(looped).tolist() == [*text, *loop, *loop]
+
+
+def test_what_is_no_loop_is_kept() -> None:
+    rng = np.random.default_rng(0)
+    text, loop = rng.permutation(200).astype(np.int32), np.arange(200, 220, dtype=np.int32)
+    for kept in (
+        text,
+        text[:1],
+        text[:0],
+        # Three rounds; four that are short; four, and then something else; a period of 65.
+        np.concatenate([text, *[loop] * 3]),
+        np.concatenate([text, *[loop[:5]] * 4]),
+        np.concatenate([text, *[loop] * 4, text[:1]]),
+        np.tile(np.arange(65, dtype=np.int32), 5),
+    ):
+        assert without_loop(kept) is kept
+
+
+def test_answers_end_before_their_loop(tmp_path: Path) -> None:
+    # The next token depends on the last one alone: at temperature 0 each text becomes a loop.
+    path = tiny(favoured=FAVOURED[2:]).write(tmp_path / "loops.gguf", chat_template=CHAT)
+    found: list[list[Conversation]] = []
+    with lt.Model(path) as model:
+        questions = [model.tokenize(one, add_special=False) for one in "ab"]
+        for keep in (True, False):
+            with model.context(n_ctx=1024) as context:
+                sampled = sample_conversations(
+                    context,
+                    2**40,
+                    temperatures=[0.0],
+                    max_answer_tokens=200,
+                    questions=questions,
+                    keep_loops=keep,
+                )
+                found.append(list(sampled))
+    for whole, cut in zip(*found, strict=True):
+        answer = int(whole.loss_mask.argmax())
+        expected = without_loop(whole.input_ids[answer:])
+        assert len(expected) < 100
+        assert cut.input_ids.tolist() == [*whole.input_ids[:answer], *expected]
+        assert cut.loss_mask.tolist() == [0] * answer + [1] * len(expected)

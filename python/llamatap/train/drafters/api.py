@@ -49,6 +49,8 @@ __all__ = ["Stage", "TrainedHead", "train_head"]
 
 _logger = logging.getLogger("llamatap")
 
+# Tokens of a pass of the target on the CPU; on a GPU more, as every call of the engine costs.
+_PASS = 2048
 # Tokens of a text without a prompt after which the engine drafts.
 _TEXT_PROMPT = 16
 
@@ -164,6 +166,7 @@ class _Run:
 
     def __call__(self, n_gpu_layers: int, command: Sequence[str]) -> TrainedHead:
         options, state = self.options, self.folder / "state.pt"
+        self.pass_tokens = _PASS if n_gpu_layers == 0 else 4 * _PASS
         self.weights = TargetWeights.read(self.target)
         self.target_hash = ModelFiles(self.target).sha256()
         with Model(self.target, n_gpu_layers=n_gpu_layers) as self.model:
@@ -258,6 +261,7 @@ class _Run:
             texts,
             self.layers,
             device=self.device if self._fits(texts.n_tokens) else "cpu",
+            batch_tokens=self.pass_tokens,
             progress=lambda done: self.progress("states", done, texts.n_tokens, {}),
             **self.context,
         )

@@ -82,7 +82,7 @@ def capture_states(
         )
     found = SampleTensors.of_texts(samples, len(layers), model.n_embd, device)
     done = 0
-    with Extractor(model, n_ubatch=min(batch_tokens, 2048), **context) as extract:
+    with Extractor(model, n_batch=batch_tokens, n_ubatch=min(batch_tokens, 2048), **context) as extract:
         for pack in _packs(samples.lengths.tolist(), batch_tokens):
             texts = [samples[i].tokens for i in pack]
             for i, one in zip(pack, extract(texts, layers), strict=True):

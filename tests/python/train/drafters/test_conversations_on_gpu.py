@@ -48,6 +48,7 @@ def test_greedy_answers_are_the_engine_s(path: Path) -> None:
     with torch.no_grad():
         rows = list(conversations_on_gpu.sample(path, 1500, 6, seed=1, temperatures=[0.0]))
     assert len(rows) > 1
+    texts: list[str] = []
     with lt.Model(path) as model:
         frame = turn_frame(model)
         for row in rows:
@@ -59,5 +60,21 @@ def test_greedy_answers_are_the_engine_s(path: Path) -> None:
             n = min(len(ids) - answer, 40)
             found = next(lt.generate(model, ids[:answer], max_tokens=n))
             assert found.tokens.tolist() == ids[answer : answer + n].tolist()
+            texts.append(model.detokenize(ids[len(frame.before) : answer - len(frame.after)]))
     questions = [tuple(row["input_ids"][len(frame.before) :]) for row in rows]
     assert len(set(questions)) == len(questions)
+    # The same ones without the first question.
+    torch.manual_seed(0)
+    with torch.no_grad():
+        others = list(
+            conversations_on_gpu.sample(path, 1500, 6, seed=1, temperatures=[0.0], without=texts[:1])
+        )
+    assert rows[0] not in others
+    assert [row for row in others if row in rows[1:]] == rows[1:]
+
+
+def test_conversations_in_flight_are_finished(path: Path) -> None:
+    with torch.no_grad():
+        rows = list(conversations_on_gpu.sample(path, 1, 12, seed=1, temperatures=[0.0, 2.0]))
+    # One would have been enough. Those without an end are dropped.
+    assert len(rows) > 3
