@@ -400,6 +400,8 @@ class _Run:
                 f"{len(head.draft_tokens):,} tokens, {coverage:.1%} of those predicted in training"
             )
         facts |= {"steps": trainer.step, "minutes": round(trainer.seconds / 60, 1), "options": options}
+        if self.device.type == "cuda":
+            facts["GPU"] = torch.cuda.get_device_name(self.device)
         licence = self.model.metadata.get("general.license")
         return facts | ({"licence of the target": str(licence)} if licence else {})
 
