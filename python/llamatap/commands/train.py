@@ -74,7 +74,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--device", help="PyTorch's device (default: a GPU if there is one)")
     parser.add_argument("--precision", choices=("auto", "float32", "bfloat16"), default="auto")
     add_chat_masks(parser)
-    parser.add_argument("--resume", action="store_true", help="continue the training of the same output")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the training of the same output; states of texts are computed again first",
+    )
     parser.add_argument(
         "--gpu-layers",
         dest="n_gpu_layers",
@@ -101,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         template=template,
         supervise_empty_thoughts=arguments.supervise_empty_thoughts,
     )
-    with _Bars(quiet=arguments.quiet) as bars, _told(arguments.output):
+    with _Bars(quiet=arguments.quiet) as bars, _told(arguments.output, arguments.data):
         found = train_head(
             arguments.kind,
             arguments.target,
@@ -125,14 +129,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _told(output: Path) -> Iterator[None]:
+def _told(output: Path, data: Path) -> Iterator[None]:
     """Say how to continue a training that is interrupted."""
+    from llamatap.train.drafters.state_sources import is_state_folder
+
     try:
         yield
     except KeyboardInterrupt:
         folder = output.with_name(output.name + ".training")
         if (folder / "state.pt").exists():
-            print(f"continue with --resume; {folder} has what was trained", file=sys.stderr)
+            # The states of texts are in no file.
+            again = "" if is_state_folder(data) else ". States of texts are computed again first"
+            print(f"continue with --resume; {folder} has what was trained{again}", file=sys.stderr)
         raise
 
 

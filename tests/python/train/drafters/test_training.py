@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from safetensors import safe_open
 from support.tiny import TinyLlama
 
 import llamatap as lt
@@ -259,6 +260,7 @@ def test_the_draft_vocabulary_is_the_most_frequent_tokens() -> None:
         ("mtp", "a.gguf", {}, "the output of mtp is a .safetensors file; found a.gguf"),
         ("eagle3", "a.gguf", {"layers": [1, 2]}, r'three different layers, 0..7, not "norm"; found \[1, 2\]'),
         ("eagle3", "a.gguf", {"layers": [1, 2, "norm"]}, "three different layers"),
+        ("mtp", "a.safetensors", {"layers": [1, 2, 3]}, r"layers \(--layers\) are EAGLE-3's; an MTP block"),
         ("medusa", "a.gguf", {}, "kind must be"),
     ],
 )
@@ -297,7 +299,9 @@ def test_a_target_of_another_file(target: Path, texts: Path, tmp_path: Path) -> 
     with lt.Model(target) as model:
         dataset.write(model, texts, tmp_path / "states", dataset.Options(layout="npy", layers=[1, 2, 3]))
     other = TinyLlama(n_layer=7, seed=4).write(tmp_path / "other.gguf")
-    with pytest.raises(lt.InvalidInputError, match="holds states of another file"):
+    with pytest.raises(
+        lt.InvalidInputError, match=r"holds states of another file, tiny\.gguf; the target is"
+    ):
         train_head("eagle3", other, tmp_path / "states", tmp_path / "a.gguf", options(layers=[1, 2, 3]))
 
 
@@ -306,3 +310,54 @@ def test_a_step_that_does_not_fit_into_memory(target: Path, texts: Path, tmp_pat
         lt.OutOfMemoryError, match=r"a training step of 1000000000 tokens takes about .*--batch-tokens"
     ):
         train_head("mtp", target, texts, tmp_path / "a.safetensors", options(batch_tokens=10**9))
+
+
+def test_a_head_that_does_not_fit_into_memory(target: Path, texts: Path, tmp_path: Path) -> None:
+    with pytest.raises(lt.OutOfMemoryError, match=r"a feed-forward network of width 1000000000 .*--n-ff"):
+        train_head("eagle3", target, texts, tmp_path / "a.gguf", options(n_ff=10**9))
+
+
+def test_outputs_that_cannot_be_written(target: Path, texts: Path, tmp_path: Path) -> None:
+    """Refused before the training, not after it."""
+    (tmp_path / "folder.gguf").mkdir()
+    with pytest.raises(lt.InvalidInputError, match=r"the output .*folder\.gguf is a folder"):
+        train_head("eagle3", target, texts, tmp_path / "folder.gguf", options())
+    (tmp_path / "link.gguf").symlink_to(target)
+    with pytest.raises(lt.InvalidInputError, match=r"the output .*link\.gguf is the target"):
+        train_head("eagle3", target, texts, tmp_path / "link.gguf", options())
+    assert not list(tmp_path.glob("*.training"))
+
+
+def test_a_draft_vocabulary_beyond_the_target_s_is_the_target_s(
+    target: Path, texts: Path, tmp_path: Path
+) -> None:
+    made = train_head("eagle3", target, texts, tmp_path / "a.gguf", options(epochs=1, draft_vocab=10**6))
+    with safe_open(made.folder / "checkpoint" / "model.safetensors", "np") as file:
+        assert "d2t" not in file.keys()  # noqa: SIM118
+
+
+def test_too_few_samples_to_measure_on(
+    target: Path, texts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(texts.read_text().splitlines(keepends=True)[:7]))
+    made = train_head("eagle3", target, few, tmp_path / "a.gguf", options(epochs=1))
+    assert made.figures["held_out"] is None
+    assert "none of 7 samples is held out (one of 8 is): acceptance is not measured" in caplog.text
+
+
+def test_what_differs_is_told_before_states_are_computed(
+    target: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_head("eagle3", target, texts, tmp_path / "a.gguf", options(epochs=1))
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("llamatap.train.drafters.api.capture_states", never)
+    with pytest.raises(lt.InvalidInputError, match="another training: steps was 3, is 2"):
+        train_head("eagle3", target, texts, tmp_path / "a.gguf", options(epochs=1, steps=2, resume=True))
+    (tmp_path / "a.gguf.training" / "state.pt").write_bytes(b"garbage")
+    with pytest.raises(lt.InvalidInputError) as caught:
+        train_head("eagle3", target, texts, tmp_path / "a.gguf", options(epochs=1, resume=True))
+    assert str(caught.value).endswith("state.pt is damaged, or no training's state; remove it to begin anew")
