@@ -18,7 +18,7 @@ from llamatap.commands._arguments import (
     number_above,
     read_text,
 )
-from llamatap.commands._progress import progress_bar
+from llamatap.commands._progress import StageBars
 from llamatap.context_options import ContextOptions
 
 __all__ = ["add", "run"]
@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         template=template,
         supervise_empty_thoughts=arguments.supervise_empty_thoughts,
     )
-    with _Bars(quiet=arguments.quiet) as bars, _told(arguments.output, arguments.data):
+    with StageBars(quiet=arguments.quiet) as bars, _told(arguments.output, arguments.data):
         found = train_head(
             arguments.kind,
             arguments.target,
@@ -142,36 +142,3 @@ def _told(output: Path, data: Path) -> Iterator[None]:
             again = "" if is_state_folder(data) else ". States of texts are computed again first"
             print(f"continue with --resume; {folder} has what was trained{again}", file=sys.stderr)
         raise
-
-
-class _Bars:
-    """A progress bar for each stage of a training, one after the other."""
-
-    def __init__(self, *, quiet: bool) -> None:
-        self._quiet = quiet
-        self._name = ""
-        self._done = 0.0
-        self._open: Any = None
-        self._bar: Any = None
-
-    def __enter__(self) -> _Bars:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._open is not None:
-            self._open.__exit__(None, None, None)
-
-    def __call__(self, stage: str, done: float, total: float, figures: dict[str, Any]) -> None:
-        if stage != self._name:
-            self.__exit__()
-            self._name, self._done = stage, 0.0
-            if stage == "training":
-                shape = {"bar_format": "{desc}: {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}{postfix}]"}
-                self._open = progress_bar(total, "", quiet=self._quiet, desc=stage, **shape)
-            else:
-                self._open = progress_bar(total, " tokens", quiet=self._quiet, desc=stage, unit_scale=True)
-            self._bar = self._open.__enter__()
-        self._bar.update(done - self._done)
-        self._done = done
-        if figures:
-            self._bar.set_postfix({k: f"{v:.2f}" if isinstance(v, float) else v for k, v in figures.items()})

@@ -69,7 +69,7 @@ def capture_states(
 
     :param layers: the layers, the last one H_n.
     :param batch_tokens: tokens of a pass.
-    :param progress: called with the number of tokens done.
+    :param progress: called with the number of tokens done, first with 0.
     :param context: options of the extractor.
     :raises OutOfMemoryError: they do not fit into memory.
     """
@@ -83,6 +83,8 @@ def capture_states(
         )
     found = SampleTensors.of_texts(samples, len(layers), model.n_embd, device)
     done = 0
+    if progress is not None:
+        progress(done)
     with Extractor(model, n_batch=batch_tokens, n_ubatch=min(batch_tokens, 2048), **context) as extract:
         for pack in _packs(samples.lengths.tolist(), batch_tokens):
             texts = [samples[i].tokens for i in pack]
