@@ -83,7 +83,7 @@ def lm_eval(session: nox.Session) -> None:
 
 @nox.session(tags=["peers"])
 def train(session: nox.Session) -> None:
-    """Co-training with PyTorch, beside the code of a trainer; connectors; its weights; `datasets`; examples."""
+    """Training with PyTorch, beside the code of a trainer; connectors; its weights; `datasets`; examples."""
     install(session)
     session.install(*TORCH, "speculators==0.9.0")
     files = (
