@@ -30,7 +30,7 @@ QUESTIONS = (
 PROMPTS = [f"Question: {one}?\nAnswer:" for one in QUESTIONS.split("? ")[:-1]]
 N_STEPS, N_TOKENS, N_DRAFT = 5, 48, 3
 # Optimizer steps after each step of rollouts, on the samples of so many steps.
-N_UPDATES, N_KEPT = 6, 3
+N_UPDATES, N_KEPT = 12, 3
 
 
 def layers_of(n_layer: int) -> list[int]:
@@ -74,7 +74,7 @@ def train(target: Path, folder: Path, name: str, pipe: Connection) -> None:
         rng = np.random.default_rng(step)
         losses: list[float] = []
         while len(losses) < N_UPDATES:
-            for batch in samples.batches(range(len(samples)), 512, rng)[: N_UPDATES - len(losses)]:
+            for batch in samples.batches(range(len(samples)), 1024, rng)[: N_UPDATES - len(losses)]:
                 loss, _ = multi_step_loss(head, samples.batch(batch), N_DRAFT)
                 optimizer.zero_grad()
                 loss.backward()
