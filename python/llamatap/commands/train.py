@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         template=template,
         supervise_empty_thoughts=arguments.supervise_empty_thoughts,
     )
-    with StageBars(quiet=arguments.quiet) as bars, _told(arguments.output, arguments.data):
+    with StageBars(quiet=arguments.quiet) as bars, _told(arguments.output, arguments.data), _warnings():
         found = train_head(
             arguments.kind,
             arguments.target,
@@ -142,3 +143,19 @@ def _told(output: Path, data: Path) -> Iterator[None]:
             again = "" if is_state_folder(data) else ". States of texts are computed again first"
             print(f"continue with --resume; {folder} has what was trained{again}", file=sys.stderr)
         raise
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[None]:
+    """Show the package's warnings on stderr: rows that are left out."""
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.WARNING)
+    # Not the engine's own, whose loggers are below.
+    handler.addFilter(lambda record: record.name == "llamatap")
+    handler.setFormatter(logging.Formatter("llamatap: warning: %(message)s"))
+    logger = logging.getLogger("llamatap")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -150,6 +151,9 @@ def train_head(
         ) from error
     finally:
         release(handle)
+        # Nothing was trained.
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 class _Run:

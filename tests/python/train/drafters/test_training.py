@@ -361,3 +361,43 @@ def test_what_differs_is_told_before_states_are_computed(
     with pytest.raises(lt.InvalidInputError) as caught:
         train_head("eagle3", target, texts, tmp_path / "a.gguf", options(epochs=1, resume=True))
     assert str(caught.value).endswith("state.pt is damaged, or no training's state; remove it to begin anew")
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "llamatap", "train", *map(str, arguments)]
+    quick = ["--quiet", "--epochs", "1", "--batch-tokens", "256", "--device", "cpu", "--engine-prompts", "0"]
+    return subprocess.run([*command, *quick], capture_output=True, text=True, timeout=120)
+
+
+def test_the_command_tells_what_is_left_out(target: Path, texts: Path, tmp_path: Path) -> None:
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text("".join(texts.read_text().splitlines(keepends=True)[:7]) + '{"prompt": "x"}\n')
+    done = run("eagle3", target, mixed, "-o", tmp_path / "a.gguf")
+    assert done.returncode == 0, done.stderr
+    left_out, none_held_out = done.stderr.splitlines()
+    assert left_out.startswith(f"llamatap: warning: 1 rows of {mixed} are left out: row 7: a row needs")
+    assert none_held_out.startswith("llamatap: warning: none of 7 samples is held out")
+
+
+WRONG: dict[str, tuple[str, str]] = {
+    "no file": ("", "no such file"),
+    "empty": ("", "it is empty"),
+    "no JSON": ("one\ntwo\n", "holds no sample to train on: row 0: line 1 is not JSON"),
+    "other keys": ('{"prompt": "x"}\n', "row 0: a row needs input_ids, messages, conversations or text"),
+    "another vocabulary": ('{"input_ids": [1, 99999]}\n', "input_ids must be in 0..258; found 1..99999"),
+    "nothing counts": ('{"input_ids": [4, 5], "loss_mask": [0, 0]}\n', "its loss mask has 0 of its first 2"),
+    "a token": ('{"input_ids": [4]}\n', "it has 1 tokens, but min_tokens is 2"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_data_is_told_in_a_line(name: str, target: Path, tmp_path: Path) -> None:
+    content, told = WRONG[name]
+    data = tmp_path / "data.jsonl"
+    if name != "no file":
+        data.write_text(content)
+    done = run("eagle3", target, data, "-o", tmp_path / "a.gguf")
+    assert done.returncode == 1
+    assert told in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "a.gguf.training").exists()
