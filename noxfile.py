@@ -83,7 +83,7 @@ def lm_eval(session: nox.Session) -> None:
 
 @nox.session(tags=["peers"])
 def train(session: nox.Session) -> None:
-    """Co-training with PyTorch, beside the code of a trainer; connectors; its weights; `datasets`."""
+    """Training with PyTorch, beside the code of a trainer; connectors; its weights; `datasets`; examples."""
     install(session)
     session.install(*TORCH, "speculators==0.9.0")
     files = (
@@ -92,6 +92,7 @@ def train(session: nox.Session) -> None:
         "convert/test_torch.py",
         "dataset/test_layouts.py",
         "dataset/test_saved.py",
+        "repository/test_examples.py",
     )
     session.run("python", "-m", "pytest", *(f"tests/python/{name}" for name in files), *session.posargs)
 

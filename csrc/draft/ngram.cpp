@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "draft/sequence_entries.hpp"
+#include "draft/text_entries.hpp"
 #include "engine/error.hpp"
 
 namespace llamatap {
@@ -31,14 +31,7 @@ NGramDrafter::NGramDrafter(int32_t n_longest, int32_t n_shortest, int32_t n_max,
 
 void NGramDrafter::process(const Batch& batch, const float*, const Poll&) {
   const auto held = hold();
-  const auto entries = entries_by_sequence(batch);
-  for (const auto& [seq, rows] : entries) {
-    check_contiguous(batch, rows);
-    const auto found = sequences_.find(seq);
-    const auto progress = found == sequences_.end() ? Progress() : found->second.progress;
-    progress.check_start(seq, batch.positions()[rows.front()], 0);
-  }
-  for (const auto& [seq, rows] : entries) {
+  for (const auto& [seq, rows] : entries_of_texts(batch, sequences_)) {
     auto& sequence = sequences_[seq];
     const int32_t first = batch.positions()[rows.front()];
     sequence.progress.begin_batch(first, static_cast<int32_t>(rows.size()));

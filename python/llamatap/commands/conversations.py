@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+from hashlib import sha256
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llamatap._validate import shown
-from llamatap.commands._arguments import add_loading, add_model, add_threads, given, integers, load_model
+from llamatap.commands._arguments import (
+    add_loading,
+    add_model,
+    add_threads,
+    given,
+    integers,
+    load_model,
+    read_text,
+)
 from llamatap.commands._progress import progress_bar
 from llamatap.context_options import ContextOptions
 from llamatap.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from llamatap import Model
+    from llamatap.train.conversation_file import ConversationFile
+    from llamatap.train.conversations import TurnFrame
 
 __all__ = ["add", "run"]
 
@@ -42,6 +59,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--max-answer", type=integers(1), default=512, metavar="N", help="(default: 512)")
     parser.add_argument("--parallel", type=integers(1, 256), default=32, metavar="N", help="(default: 32)")
     parser.add_argument("--seed", type=integers(0), default=0, help="(default: 0)")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the output, which grows line by line; with more --tokens, extend it",
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     add_threads(parser)
     add_loading(parser)
@@ -49,52 +71,84 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from llamatap.storage.atomic_writes import atomic_path
-    from llamatap.train.conversations import sample_conversations, turn_frame
+    from llamatap.storage.model_files import ModelFiles
+    from llamatap.train.conversation_file import ConversationFile
+    from llamatap.train.conversations import turn_frame
 
     temperatures = _numbers(arguments.temperatures)
-    n_seq, n_tokens, n, interrupted = arguments.parallel, 0, 0, False
-    wanted = arguments.tokens or (200_000 if arguments.questions is None else 2**40)
     with load_model(arguments) as model:
         frame = turn_frame(model)
-        questions = None
-        if arguments.questions is not None:
-            lines = arguments.questions.read_text().splitlines()
-            questions = [model.tokenize(line, add_special=False) for line in lines if line.strip()]
-        longest = max((len(one) for one in questions), default=0) if questions is not None else 192
-        room = len(frame.before) + longest + len(frame.after) + arguments.max_answer
-        options = given(ContextOptions, arguments)
-        with (
-            model.context(
-                n_ctx=n_seq * room, n_seq_max=n_seq, n_outputs_max=n_seq, kv_unified=False, **options
-            ) as context,
-            atomic_path(arguments.output) as scratch,
-            scratch.open("w") as file,
-            progress_bar(
-                arguments.tokens or wanted, " tokens", quiet=arguments.quiet, unit_scale=True
-            ) as bar,
-        ):
+        questions = None if arguments.questions is None else _questions(model, arguments.questions)
+        options = {
+            "model": ModelFiles(arguments.model).sampled_sha256,
+            "questions": None if questions is None else sha256("\n".join(questions).encode()).hexdigest(),
+            "temperatures": temperatures,
+            "keep_loops": arguments.keep_loops,
+            "max_answer": arguments.max_answer,
+            "seed": arguments.seed,
+        }
+        with ConversationFile(arguments.output, options, frame, resume=arguments.resume) as file:
             try:
-                for found in sample_conversations(
-                    context,
-                    wanted,
-                    seed=arguments.seed,
-                    temperatures=temperatures,
-                    max_answer_tokens=arguments.max_answer,
-                    questions=questions,
-                    frame=frame,
-                    keep_loops=arguments.keep_loops,
-                ):
-                    file.write(json.dumps(found.row()) + "\n")
-                    n += 1
-                    n_tokens += len(found.input_ids)
-                    bar.update(len(found.input_ids))
+                _sample(arguments, model, frame, questions, temperatures, file)
+                interrupted = False
             except KeyboardInterrupt:
-                # What was sampled is worth keeping.
                 interrupted = True
-    said = "interrupted; " if interrupted else ""
-    print(f"{said}{arguments.output}: {n} conversations, {n_tokens} tokens", file=sys.stderr)
-    return 130 if interrupted else 0
+    found = f"{arguments.output}: {len(file.questions)} conversations, {file.n_tokens} tokens"
+    if interrupted:
+        print(f"interrupted; {found}; continue with --resume", file=sys.stderr)
+        return 130
+    print(found, file=sys.stderr)
+    return 0
+
+
+def _sample(
+    arguments: argparse.Namespace,
+    model: Model,
+    frame: TurnFrame,
+    questions: dict[str, NDArray[np.int32]] | None,
+    temperatures: list[float],
+    file: ConversationFile,
+) -> None:
+    """Sample the conversations that the file lacks."""
+    from llamatap.train.conversations import sample_conversations
+
+    n_seq = arguments.parallel
+    wanted = arguments.tokens or (200_000 if questions is None else 2**40)
+    if file.n_tokens >= wanted:
+        return
+    longest = 192 if questions is None else max(map(len, questions.values()))
+    room = len(frame.before) + longest + len(frame.after) + arguments.max_answer
+    by_question = questions is not None and arguments.tokens is None
+    total = len(questions or ()) if by_question else wanted
+    unit, there = (" questions", len(file.questions)) if by_question else (" tokens", file.n_tokens)
+    options = given(ContextOptions, arguments)
+    with (
+        model.context(
+            n_ctx=n_seq * room, n_seq_max=n_seq, n_outputs_max=n_seq, kv_unified=False, **options
+        ) as context,
+        progress_bar(total, unit, quiet=arguments.quiet, unit_scale=True, initial=there) as bar,
+    ):
+        for found in sample_conversations(
+            context,
+            wanted - file.n_tokens,
+            seed=arguments.seed,
+            temperatures=temperatures,
+            max_answer_tokens=arguments.max_answer,
+            questions=None if questions is None else questions.values(),
+            frame=frame,
+            keep_loops=arguments.keep_loops,
+            asked=file.questions,
+        ):
+            file.add(found)
+            bar.update(1 if by_question else len(found.input_ids))
+
+
+def _questions(model: Model, path: Path) -> dict[str, NDArray[np.int32]]:
+    """The tokens of the questions in a file, one on a line, each once."""
+    lines = [line for line in read_text(path).splitlines() if line.strip()]
+    if not lines:
+        raise InvalidInputError(f"{path} holds no questions")
+    return {line: model.tokenize(line, add_special=False) for line in lines}
 
 
 def _numbers(text: str) -> list[float]:

@@ -19,6 +19,7 @@ from llamatap.commands._arguments import (
     load_model,
     read_text,
 )
+from llamatap.commands._progress import StageBars
 from llamatap.context_options import ContextOptions
 from llamatap.errors import InvalidInputError
 from llamatap.layers import CONVENTIONS
@@ -126,7 +127,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.dry_run:
             return 0
         try:
-            report = _run(job, quiet=arguments.quiet)
+            with StageBars(quiet=arguments.quiet) as bars:
+                report = job.run(lambda done, total: bars("", done, total))
         except KeyboardInterrupt:
             print("the computed part is kept; continue with --resume", file=sys.stderr)
             raise
@@ -158,25 +160,6 @@ def _announce(job: Job, folder: Path) -> None:
         print(f"left out: row {row}: {reason}", file=sys.stderr)
     if len(job.skipped) > _TOLD:
         print(f"left out: {len(job.skipped) - _TOLD} more", file=sys.stderr)
-
-
-def _run(job: Job, *, quiet: bool) -> Report:
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        quiet = True
-    if quiet:
-        return job.run()
-    with tqdm(disable=None, unit=" tokens", unit_scale=True, smoothing=0.05) as bar:
-
-        def progress(done: int, total: int) -> None:
-            if bar.total is None:
-                bar.reset(total)
-                # Tokens of earlier runs do not count for the speed.
-                bar.initial = bar.n = done
-            bar.update(done - bar.n)
-
-        return job.run(progress)
 
 
 def _tell(report: Report, folder: Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from llamatap.commands._arguments import (
     number_above,
     read_text,
 )
-from llamatap.commands._progress import progress_bar
+from llamatap.commands._progress import StageBars
 from llamatap.context_options import ContextOptions
 
 __all__ = ["add", "run"]
@@ -74,7 +75,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--device", help="PyTorch's device (default: a GPU if there is one)")
     parser.add_argument("--precision", choices=("auto", "float32", "bfloat16"), default="auto")
     add_chat_masks(parser)
-    parser.add_argument("--resume", action="store_true", help="continue the training of the same output")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the training of the same output; states of texts are computed again first",
+    )
     parser.add_argument(
         "--gpu-layers",
         dest="n_gpu_layers",
@@ -101,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         template=template,
         supervise_empty_thoughts=arguments.supervise_empty_thoughts,
     )
-    with _Bars(quiet=arguments.quiet) as bars, _told(arguments.output):
+    with StageBars(quiet=arguments.quiet) as bars, _told(arguments.output, arguments.data), _warnings():
         found = train_head(
             arguments.kind,
             arguments.target,
@@ -125,45 +130,32 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _told(output: Path) -> Iterator[None]:
+def _told(output: Path, data: Path) -> Iterator[None]:
     """Say how to continue a training that is interrupted."""
+    from llamatap.train.drafters.state_sources import is_state_folder
+
     try:
         yield
     except KeyboardInterrupt:
         folder = output.with_name(output.name + ".training")
         if (folder / "state.pt").exists():
-            print(f"continue with --resume; {folder} has what was trained", file=sys.stderr)
+            # The states of texts are in no file.
+            again = "" if is_state_folder(data) else ". States of texts are computed again first"
+            print(f"continue with --resume; {folder} has what was trained{again}", file=sys.stderr)
         raise
 
 
-class _Bars:
-    """A progress bar for each stage of a training, one after the other."""
-
-    def __init__(self, *, quiet: bool) -> None:
-        self._quiet = quiet
-        self._name = ""
-        self._done = 0.0
-        self._open: Any = None
-        self._bar: Any = None
-
-    def __enter__(self) -> _Bars:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._open is not None:
-            self._open.__exit__(None, None, None)
-
-    def __call__(self, stage: str, done: float, total: float, figures: dict[str, Any]) -> None:
-        if stage != self._name:
-            self.__exit__()
-            self._name, self._done = stage, 0.0
-            if stage == "training":
-                shape = {"bar_format": "{desc}: {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}{postfix}]"}
-                self._open = progress_bar(total, "", quiet=self._quiet, desc=stage, **shape)
-            else:
-                self._open = progress_bar(total, " tokens", quiet=self._quiet, desc=stage, unit_scale=True)
-            self._bar = self._open.__enter__()
-        self._bar.update(done - self._done)
-        self._done = done
-        if figures:
-            self._bar.set_postfix({k: f"{v:.2f}" if isinstance(v, float) else v for k, v in figures.items()})
+@contextlib.contextmanager
+def _warnings() -> Iterator[None]:
+    """Show the package's warnings on stderr: rows that are left out."""
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.WARNING)
+    # Not the engine's own, whose loggers are below.
+    handler.addFilter(lambda record: record.name == "llamatap")
+    handler.setFormatter(logging.Formatter("llamatap: warning: %(message)s"))
+    logger = logging.getLogger("llamatap")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

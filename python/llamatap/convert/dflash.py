@@ -23,9 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamatap import layers as layer_ids
+from llamatap.convert.block_shape import BlockShape, check_heads
 from llamatap.convert.checkpoint_files import Checkpoint
 from llamatap.convert.gguf_files import GgufContent, GgufSource, RawTensor
-from llamatap.convert.rope import Rope, read_rope
+from llamatap.convert.rope import read_rope
 from llamatap.convert.settings import Settings
 from llamatap.convert.tensors import Tensors
 from llamatap.convert.vocabulary import absolute_ids, equals_target
@@ -64,35 +65,23 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class DFlashShape:
+@dataclass(frozen=True, kw_only=True)
+class DFlashShape(BlockShape):
     """Shape and settings of a DFlash or DSpark drafter.
 
     :ivar markov: rank of DSpark's head from token to token; 0 for DFlash.
     :ivar confidence: whether there is a confidence head, and ``confidence_with_markov`` whether it sees the
         token before.
     :ivar anchor: whether place 0 of a block gives a token.
-    :ivar target_layers: the i of the H_i, in the order of fc's columns.
     """
 
-    n_embd: int
-    n_ff: int
     n_layer: int
-    n_head: int
-    n_head_kv: int
-    head_width: int
-    n_vocab: int
-    n_draft_vocab: int
-    n_ctx: int
-    eps: float
-    rope: Rope
     block_size: int
     mask: int
     markov: int
     confidence: bool
     confidence_with_markov: bool
     anchor: bool
-    target_layers: tuple[int, ...]
 
 
 def is_dflash(config: Mapping[str, Any]) -> bool:
@@ -237,30 +226,14 @@ def _read_shape(
     _check_width(shape.n_embd, target)
     if shape.mask >= shape.n_vocab:
         raise InvalidInputError(f"mask_token_id is {shape.mask}, of a vocabulary of {shape.n_vocab}")
-    if shape.n_head % shape.n_head_kv or shape.head_width % 2:
-        raise InvalidInputError(
-            f"{shape.n_head} heads of width {shape.head_width} cannot share {shape.n_head_kv} of keys and "
-            "values"
-        )
+    check_heads(shape.n_head, shape.n_head_kv, shape.head_width)
     return shape, refused
 
 
 def _shapes(shape: DFlashShape) -> dict[str, tuple[str, tuple[int, ...]]]:
     """By their names in GGUF: the names in the checkpoint, and shapes."""
-    n, q, kv = shape.n_embd, shape.n_head * shape.head_width, shape.n_head_kv * shape.head_width
-    inner: dict[str, tuple[int, ...]] = {
-        "attn_norm": (n,),
-        "attn_q": (q, n),
-        "attn_k": (kv, n),
-        "attn_v": (kv, n),
-        "attn_output": (n, q),
-        "attn_q_norm": (shape.head_width,),
-        "attn_k_norm": (shape.head_width,),
-        "ffn_norm": (n,),
-        "ffn_gate": (shape.n_ff, n),
-        "ffn_up": (shape.n_ff, n),
-        "ffn_down": (n, shape.n_ff),
-    }
+    n, width = shape.n_embd, (shape.head_width,)
+    inner = shape.block_shapes(n) | {"attn_q_norm": width, "attn_k_norm": width}
     found: dict[str, tuple[str, tuple[int, ...]]] = {
         "fc.weight": ("fc.weight", (n, len(shape.target_layers) * n)),
         "enc.output_norm.weight": ("hidden_norm.weight", (n,)),
@@ -335,27 +308,9 @@ def dflash_content(
 
 
 def _keys(shape: DFlashShape) -> dict[str, Any]:
-    keys: dict[str, Any] = {
-        "vocab_size": shape.n_vocab,
-        "context_length": shape.n_ctx,
-        "embedding_length": shape.n_embd,
-        "block_count": shape.n_layer,
-        "feed_forward_length": shape.n_ff,
-        "attention.head_count": shape.n_head,
-        "attention.head_count_kv": shape.n_head_kv,
-        "attention.key_length": shape.head_width,
-        "attention.value_length": shape.head_width,
-        "attention.layer_norm_rms_epsilon": shape.eps,
-        "attention.causal": False,
-        "rope.dimension_count": shape.head_width,
-        "rope.freq_base": shape.rope.base,
-        "target_layers": list(shape.target_layers),
-        "block_size": shape.block_size,
-    }
+    keys = shape.gguf_keys(shape.n_layer) | {"attention.causal": False, "block_size": shape.block_size}
     if shape.markov:
         keys["sample_from_anchor"] = shape.anchor
-    if shape.rope.kind == "linear":
-        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": shape.rope.factor}
     return keys
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
 from llamatap import layers as layer_ids
+from llamatap.convert.block_shape import BlockShape, check_heads
 from llamatap.convert.gguf_files import GgufSource, shortest
 from llamatap.convert.rope import Rope, read_rope, rope_config
 from llamatap.convert.settings import Settings
@@ -34,47 +35,25 @@ EAGLE3_FORMATS: tuple[Eagle3Format, ...] = ("speculators", "eagle3", "angelslim"
 _ROPE_NOTE = "llamatap.rope"
 
 
-@dataclass(frozen=True)
-class Eagle3Shape:
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Shape(BlockShape):
     """Shape and settings of an EAGLE-3 block.
 
-    :ivar n_embd: width of the draft's stream; ``n_embd_target`` is that of the target's.
-    :ivar n_vocab: tokens of the target; the draft's head has ``n_draft_vocab`` rows.
-    :ivar target_layers: the i of the three H_i, in the order of fc's columns.
+    :ivar n_embd_target: width of the target's stream.
     """
 
-    n_embd: int
     n_embd_target: int
-    n_ff: int
-    n_head: int
-    n_head_kv: int
-    head_width: int
-    n_vocab: int
-    n_draft_vocab: int
-    n_ctx: int
-    eps: float
-    rope: Rope
     norm_before_residual: bool
     norm_before_fc: bool
-    target_layers: tuple[int, ...]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors, by their names in GGUF without ".weight"."""
-        q, kv = self.n_head * self.head_width, self.n_head_kv * self.head_width
         features = 3 * self.n_embd_target
         return {
             "fc": (self.n_embd, features),
             "enc.output_norm": (features,),
-            "attn_norm": (self.n_embd,),
+            **self.block_shapes(2 * self.n_embd),
             "attn_norm_2": (self.n_embd,),
-            "attn_q": (q, 2 * self.n_embd),
-            "attn_k": (kv, 2 * self.n_embd),
-            "attn_v": (kv, 2 * self.n_embd),
-            "attn_output": (self.n_embd, q),
-            "ffn_norm": (self.n_embd,),
-            "ffn_gate": (self.n_ff, self.n_embd),
-            "ffn_up": (self.n_ff, self.n_embd),
-            "ffn_down": (self.n_embd, self.n_ff),
             "output_norm": (self.n_embd,),
             "output": (self.n_draft_vocab, self.n_embd),
             "token_embd": (self.n_vocab, self.n_embd),
@@ -211,11 +190,7 @@ def _check_shape(shape: Eagle3Shape, target: GgufSource) -> None:
 
     :raises InvalidInputError: the block does not fit itself or the target.
     """
-    if shape.n_head % shape.n_head_kv or shape.head_width % 2:
-        raise InvalidInputError(
-            f"{shape.n_head} heads of width {shape.head_width} cannot share {shape.n_head_kv} of keys and "
-            "values"
-        )
+    check_heads(shape.n_head, shape.n_head_kv, shape.head_width)
     for what, ours, theirs in (
         ("features of width", shape.n_embd_target, target.n_embd),
         ("a vocabulary of", shape.n_vocab, target.n_vocab),
@@ -229,27 +204,11 @@ def _check_shape(shape: Eagle3Shape, target: GgufSource) -> None:
 
 def gguf_keys(shape: Eagle3Shape) -> dict[str, Any]:
     """The keys of architecture ``eagle3``, without its name in front."""
-    keys: dict[str, Any] = {
-        "vocab_size": shape.n_vocab,
-        "context_length": shape.n_ctx,
-        "embedding_length": shape.n_embd,
-        "block_count": 1,
-        "feed_forward_length": shape.n_ff,
-        "attention.head_count": shape.n_head,
-        "attention.head_count_kv": shape.n_head_kv,
-        "attention.key_length": shape.head_width,
-        "attention.value_length": shape.head_width,
-        "attention.layer_norm_rms_epsilon": shape.eps,
-        "rope.dimension_count": shape.head_width,
-        "rope.freq_base": shape.rope.base,
-        "target_layers": list(shape.target_layers),
+    return shape.gguf_keys(1) | {
         "target_hidden_size": shape.n_embd_target,
         "norm_before_residual": shape.norm_before_residual,
         "norm_before_fc": shape.norm_before_fc,
     }
-    if shape.rope.kind == "linear":
-        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": shape.rope.factor}
-    return keys
 
 
 def gguf_notes(shape: Eagle3Shape, target: GgufSource) -> dict[str, Any]:

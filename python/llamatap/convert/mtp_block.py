@@ -41,6 +41,7 @@ from numpy.typing import NDArray
 
 from llamatap._validate import path as checked_path
 from llamatap._validate import shown
+from llamatap.convert.block_shape import check_heads
 from llamatap.convert.checkpoint_files import read_safetensors
 from llamatap.convert.settings import Settings
 from llamatap.convert.tensors import Tensors
@@ -81,11 +82,7 @@ class MtpConfig:
     hidden_state: str = "pre-norm"
 
     def __post_init__(self) -> None:
-        if self.num_attention_heads % self.num_key_value_heads or self.head_dim % 2:
-            raise InvalidInputError(
-                f"{self.num_attention_heads} heads of width {self.head_dim} cannot share "
-                f"{self.num_key_value_heads} of keys and values"
-            )
+        check_heads(self.num_attention_heads, self.num_key_value_heads, self.head_dim)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors, by name."""

@@ -131,6 +131,7 @@ def sample_conversations(
     questions: Iterable[NDArray[np.int32]] | None = None,
     frame: TurnFrame | None = None,
     keep_loops: bool = False,
+    asked: Iterable[NDArray[np.int32]] = (),
 ) -> Iterator[Conversation]:
     """Sample conversations until they hold enough tokens. Unfinished and repeated questions are dropped.
 
@@ -145,6 +146,8 @@ def sample_conversations(
     :param frame: as :func:`turn_frame` gives it, which is the default.
     :param keep_loops: keep answers that end in a loop whole, instead of cutting them as :func:`without_loop`
         does.
+    :param asked: the questions that earlier calls with this seed gave, int32 ``(n_question,)`` each; they are
+        not asked again, and the seeds go on after them.
     :raises InvalidInputError: an argument is wrong.
     :raises UnsupportedError: the model has no chat template, or one without an end token after questions, or
         generates no text; or of 256 questions in a row, none is finished and new.
@@ -165,16 +168,18 @@ def sample_conversations(
             f"chat template writes {context.model.detokenize(frame.after)!r} after it. Give questions of "
             "your own (questions=, --questions)"
         )
+    seen = [np.asarray(question, np.int32).tobytes() for question in asked]
     work = _Work(
         context,
         frame,
-        np.random.default_rng([integer("seed", seed, 0), 0]),
+        np.random.default_rng([integer("seed", seed, 0), len(seen)]),
         number("question_temperature", question_temperature),
         answer_temperatures,
         max_question_tokens,
         max_answer_tokens,
         None if questions is None else iter(questions),
         flag("keep_loops", keep_loops),
+        set(seen),
     )
     return work.run(n_tokens)
 
@@ -193,12 +198,13 @@ class _Work:
         max_answer_tokens: int,
         questions: Iterator[NDArray[np.int32]] | None,
         keep_loops: bool,
+        seen: set[bytes],
     ) -> None:
         self._context, self._frame, self._rng = context, frame, rng
         self._question_temperature, self._temperatures = question_temperature, temperatures
         self._max_question_tokens, self._max_answer_tokens = max_question_tokens, max_answer_tokens
         self._questions, self._keep_loops = questions, keep_loops
-        self._seen: set[bytes] = set()
+        self._seen = seen
         self._asking: set[int] = set()
         self._answering: dict[int, tuple[NDArray[np.int32], float]] = {}
 

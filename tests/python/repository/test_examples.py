@@ -89,6 +89,31 @@ def test_they_run_as_programs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_rollouts_train_their_drafter(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="needs PyTorch; `nox -s train` installs it")
+    target = TinyLlama(n_layer=7, seed=3).write(tmp_path / "target.gguf")
+    program = EXAMPLES / "rollout_trainer.py"
+    done = subprocess.run(
+        [sys.executable, program, target, tmp_path / "drafters"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    *steps, last = done.stdout.splitlines()
+    assert [line.split(":")[0] for line in steps] == [f"step {step}" for step in range(5)]
+    assert steps[0].startswith("step 0: 1.00 tokens per round")
+    losses = [float(line.split()[-1]) for line in steps]
+    assert losses[-1] < losses[0]
+    assert Path(last) == tmp_path / "drafters" / "drafter-4.gguf"
+    example = load("rollout_trainer")
+    put: list[lt.Generation] = []
+    with lt.Model(target) as model, model.context(n_ctx=1024, n_seq_max=8, **EXACT) as context:
+        example.rollouts(context, Path(last), 0, put.append)
+    assert len(put) == 8
+    assert sum(one.stats.drafted for one in put) > 0
+    assert all(one.states is not None and one.states.layers == (2, 3, 4, 7) for one in put)
+    assert len(program.read_text().splitlines()) < 120
+
+
+@pytest.mark.slow
 def test_z_image_encodes_without_diffusers(tmp_path: Path) -> None:
     path = TinyLlama().write(tmp_path / "tiny.gguf")
     preset = tmp_path / "mine.toml"

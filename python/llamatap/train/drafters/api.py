@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -23,7 +24,7 @@ from llamatap._validate import path as checked_path
 from llamatap.convert import to_gguf
 from llamatap.convert.gguf_files import WeightType
 from llamatap.dataset.options import DatasetOptions
-from llamatap.errors import InvalidInputError, ModelNotFoundError
+from llamatap.errors import InvalidInputError, ModelNotFoundError, OutOfMemoryError
 from llamatap.layers import LayerId, default_eagle3_layers, normalize
 from llamatap.model import Model
 from llamatap.storage.atomic_writes import atomic_path
@@ -39,7 +40,7 @@ from llamatap.train.drafters.sample_split import draft_vocabulary, prompt_of, sp
 from llamatap.train.drafters.sample_tensors import SampleTensors
 from llamatap.train.drafters.state_sources import capture_states, is_state_folder, read_texts, stored_states
 from llamatap.train.drafters.target_weights import TargetWeights
-from llamatap.train.drafters.trainer import HeadTrainer, is_bfloat16
+from llamatap.train.drafters.trainer import HeadTrainer, is_bfloat16, read_state
 from llamatap.train.drafters.training_log import TrainingLog
 
 with needs("train", "training drafters"):
@@ -105,10 +106,11 @@ def train_head(
     :param progress: called as :data:`Stage` says.
     :param command: the command for the card.
     :raises InvalidInputError: the data hold nothing to train on, or belong to another target; the output's
-        training is of other options; or it exists and ``resume`` is False.
+        training is of other options, or exists and ``resume`` is False; or the output is a folder, or the
+        target.
     :raises UnsupportedError: the target has no single residual stream, or logits that are more than a norm
         and a head.
-    :raises OutOfMemoryError: the states do not fit into memory.
+    :raises OutOfMemoryError: the states, the head or a training step do not fit into memory.
     :raises MissingPackageError: a package of the extra ``train`` is missing.
 
     SIGTERM and Ctrl-C end the step and save the training's state first; a second one ends at once.
@@ -121,6 +123,10 @@ def train_head(
     suffix = {"eagle3": ".gguf", "mtp": ".safetensors"}[kind]
     if draft.suffix != suffix:
         raise InvalidInputError(f"the output of {kind} is a {suffix} file; found {draft.name}")
+    if draft.is_dir():
+        raise InvalidInputError(f"the output {draft} is a folder")
+    if draft.exists() and target_path.exists() and draft.samefile(target_path):
+        raise InvalidInputError(f"the output {draft} is the target; choose another name")
     folder = draft.with_name(draft.name + ".training")
     state = folder / "state.pt"
     if state.exists() and not options.resume:
@@ -138,8 +144,16 @@ def train_head(
         raise InvalidInputError(f"another process trains in {folder}") from None
     try:
         return run(n_gpu_layers, command)
+    except torch.cuda.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"the memory of {run.device} is full; give fewer tokens in a batch (batch_tokens, "
+            "--batch-tokens) or shorter samples (max_length, --max-length)"
+        ) from error
     finally:
         release(handle)
+        # Nothing was trained.
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 class _Run:
@@ -171,8 +185,17 @@ class _Run:
         self.target_hash = ModelFiles(self.target).sha256()
         with Model(self.target, n_gpu_layers=n_gpu_layers) as self.model:
             self.layers = self._layers()
+            resumes = options.resume and state.exists()
+            if resumes:
+                # Before the states are computed, which takes long.
+                read_state(state, self._fingerprint())
             self.samples = self._samples()
             training, held_out = split_by_prompt(self.samples, options.held_out, options.seed)
+            if options.held_out and not held_out:
+                _logger.warning(
+                    "none of %d samples is held out (one of 8 is): acceptance is not measured",
+                    len(self.samples),
+                )
             tokens, coverage = self._draft_vocabulary(training)
             torch.manual_seed(options.seed)
             head = self._head(tokens).to(self.device)
@@ -184,8 +207,7 @@ class _Run:
                     f"a training step of {options.batch_tokens} tokens takes about",
                     "give fewer (batch_tokens, --batch-tokens) or shorter samples (max_length, --max-length)",
                 )
-            fingerprint = self._fingerprint()
-            resumes = options.resume and state.exists()
+            fingerprint = {**self._fingerprint(), "samples": self.samples.sha256()}
             self.log = TrainingLog(self.folder, continues=resumes)
             if resumes:
                 trainer.load(state, fingerprint)
@@ -221,9 +243,11 @@ class _Run:
     def _layers(self) -> list[LayerId]:
         """The layers of the samples' columns, H_n last."""
         n = self.model.n_layer
-        if self.kind == "mtp":
-            return [n]
         named = self.options.layers
+        if self.kind == "mtp":
+            if named is not None:
+                raise InvalidInputError("layers (--layers) are EAGLE-3's; an MTP block reads H_n")
+            return [n]
         if named is None:
             # Fewer blocks have no three layers that are apart.
             named = default_eagle3_layers(n) if n >= 7 else [0, n // 2, n]
@@ -245,7 +269,8 @@ class _Run:
             found, made = stored_states(self.data, self.layers)
             if made.get("model_sha256") not in (None, self.target_hash):
                 raise InvalidInputError(
-                    f"{self.data} holds states of another file ({made.get('model', 'unknown')})"
+                    f"{self.data} holds states of another file, {made.get('model', 'unknown')}; the target "
+                    f"is {self.target.name}, sha256 {self.target_hash}"
                 )
             return found
         # Attention takes memory with the square of a sample's length.
@@ -275,22 +300,30 @@ class _Run:
 
     def _draft_vocabulary(self, training: Sequence[int]) -> tuple[NDArray[np.int64] | None, float]:
         size = self.options.draft_vocab
-        if self.kind == "mtp" or size in (0, self.weights.n_vocab):
+        if self.kind == "mtp" or size == 0 or size >= self.weights.n_vocab:
             return None, 1.0
         counts = token_counts(self.samples, training, self.weights.n_vocab)
         return draft_vocabulary(counts, size)
 
     def _head(self, tokens: NDArray[np.int64] | None) -> DraftHead:
+        n_ff = self.options.n_ff or self.weights.n_ff
+        n_head = 0 if self.kind == "mtp" else self.weights.n_vocab if tokens is None else len(tokens)
+        require_memory(
+            # Float32: beside the weights their gradients, and the two moments of AdamW.
+            (16 if self.device.type == "cpu" else 4) * self.weights.n_embd * (3 * n_ff + n_head),
+            f"a head with a feed-forward network of width {n_ff} takes about",
+            "give a narrower one (n_ff, --n-ff) or fewer tokens to draft (draft_vocab, --draft-vocab)",
+        )
         if self.kind == "mtp":
             return MtpHead(self.weights, self.options.n_ff)
         layers = [int(layer) for layer in self.layers[:-1]]
         return Eagle3Head(self.weights, layers, tokens, self.options.n_ff)
 
     def _fingerprint(self) -> dict[str, Any]:
+        """What a continued training must be equal in, beside the samples."""
         return {
             "kind": self.kind,
             "target": self.target_hash,
-            "samples": self.samples.sha256(),
             "bfloat16": is_bfloat16(self.options, self.device),
             **self.options.fingerprint(),
         }

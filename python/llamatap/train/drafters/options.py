@@ -23,9 +23,9 @@ HEADS: tuple[HeadKind, ...] = ("eagle3", "mtp")
 class HeadTrainingOptions:
     """Options of training a drafting head.
 
-    :ivar layers: EAGLE-3's three layers of the target; None for 2, n/2 and n-3.
+    :ivar layers: EAGLE-3's three layers of the target; None for 2, n/2 and n-3. An MTP block has none.
     :ivar draft_vocab: EAGLE-3: size of the draft vocabulary, the tokens that are predicted most often in the
-        data; 0 for the target's whole vocabulary.
+        data; 0, or as many as the target has, for its whole vocabulary.
     :ivar n_ff: width of the head's feed-forward network; None for the target's.
     :ivar steps: drafting steps in the loss; drafts should not be much longer.
     :ivar decay: weight of a step in the loss, relative to the step before it.

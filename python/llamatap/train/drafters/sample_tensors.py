@@ -84,9 +84,14 @@ class SampleTensors:
         """Add a sample.
 
         :param states: ``(n, n_columns, n_embd)``, float32, float16 or bfloat16.
-        :raises InvalidInputError: there is no room for it.
+        :raises InvalidInputError: there is no room for it, or its parts differ in length.
         """
         first, end = self.offsets[-1], self.offsets[-1] + len(tokens)
+        if not len(tokens) == len(loss_mask) == len(states):
+            raise InvalidInputError(
+                f"a sample of {len(tokens)} tokens has {len(loss_mask)} in its loss mask and {len(states)} "
+                "rows of states"
+            )
         if end > len(self.tokens):
             raise InvalidInputError(f"there is room for {len(self.tokens)} tokens; found {end}")
         part = slice(first, end)

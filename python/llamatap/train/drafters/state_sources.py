@@ -8,6 +8,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from llamatap._extras import needs
 from llamatap._system_limits import require_memory
@@ -68,7 +69,7 @@ def capture_states(
 
     :param layers: the layers, the last one H_n.
     :param batch_tokens: tokens of a pass.
-    :param progress: called with the number of tokens done.
+    :param progress: called with the number of tokens done, first with 0.
     :param context: options of the extractor.
     :raises OutOfMemoryError: they do not fit into memory.
     """
@@ -82,6 +83,8 @@ def capture_states(
         )
     found = SampleTensors.of_texts(samples, len(layers), model.n_embd, device)
     done = 0
+    if progress is not None:
+        progress(done)
     with Extractor(model, n_batch=batch_tokens, n_ubatch=min(batch_tokens, 2048), **context) as extract:
         for pack in _packs(samples.lengths.tolist(), batch_tokens):
             texts = [samples[i].tokens for i in pack]
@@ -100,63 +103,93 @@ def _packs(lengths: Sequence[int], room: int, window: int = 256, most: int = 64)
 
 
 def stored_states(folder: Path, layers: Sequence[LayerId]) -> tuple[SampleTensors, dict[str, Any]]:
-    """Read a data set that ``llamatap dataset`` wrote: the layout ``npy`` stays on the disk, ``speculators``
-    is read into memory.
+    """Read a data set that ``llamatap dataset`` wrote.
+
+    The layout ``npy`` stays on the disk if it is bfloat16 and no sample was left out of it; any other data
+    set is read into memory.
 
     :param layers: the layers that the head needs, the last one H_n.
     :returns: the samples, and the data set's provenance.
-    :raises InvalidInputError: it is incomplete, or lacks a layer.
+    :raises InvalidInputError: it is incomplete or damaged, or lacks a layer.
+    :raises OutOfMemoryError: it does not fit into memory.
     :raises UnsupportedError: its layout does not store H_n before the norm.
     """
     about = DatasetFolder(folder).manifest()
     if about is None or about["status"] != "complete":
         raise InvalidInputError(f"{folder} is not complete: continue it with `llamatap dataset ... --resume`")
     made = about["made_with"]
+    if made["layout"] not in ("npy", "speculators"):
+        raise UnsupportedError(
+            f"{folder} has the layout {made['layout']}; training reads npy and speculators (--layout)"
+        )
     stored = [one if one == "norm" else int(one) for one in made["layers"]]
     if absent := [one for one in layers if one not in stored]:
         raise InvalidInputError(
             f"{folder} holds the layers {stored}; the head needs {list(layers)}: {absent} are missing"
         )
-    if made["layout"] == "npy":
-        return _stored_npy(folder, layers, made["dtype"]), made
-    if made["layout"] == "speculators":
-        return _stored_speculators(folder, [stored.index(one) for one in layers]), made
-    raise UnsupportedError(
-        f"{folder} has the layout {made['layout']}; training reads npy and speculators (--layout)"
-    )
+    try:
+        if made["layout"] == "npy":
+            found = _stored_npy(folder, layers, made["dtype"])
+        else:
+            found = _stored_speculators(folder, [stored.index(one) for one in layers])
+    except Error:
+        raise
+    except (EOFError, OSError, ValueError, SafetensorError) as error:
+        raise InvalidInputError(f"{folder} is damaged: {error}; make the data set again") from error
+    return found, {**made, **about.get("provenance", {})}
 
 
 def _stored_npy(folder: Path, layers: Sequence[LayerId], dtype: str) -> SampleTensors:
     index = np.load(folder / "index.npy")
-    columns = []
-    for layer in layers:
-        rows = np.load(folder / f"layer_{layer}.npy", mmap_mode="c")
-        if dtype == "bfloat16":
-            columns.append(torch.from_numpy(rows.view(np.int16)).view(torch.bfloat16))
-        else:
-            columns.append(torch.from_numpy(np.asarray(rows)).bfloat16())
-    tokens = torch.from_numpy(np.load(folder / "tokens.npy"))
-    mask = torch.from_numpy(np.load(folder / "loss_mask.npy"))
+    tokens, mask = np.load(folder / "tokens.npy"), np.load(folder / "loss_mask.npy")
+    columns = [np.load(folder / f"layer_{layer}.npy", mmap_mode="c") for layer in layers]
     firsts = index[:, 0].tolist()
     ends = (index[:, 0] + index[:, 1]).tolist()
-    if firsts[1:] == ends[:-1] and firsts[:1] == [0]:
-        return SampleTensors(tokens, mask, columns, [0, *ends])
     # Samples that were left out lie between the others.
-    kept = torch.from_numpy(np.concatenate([np.arange(a, b) for a, b in zip(firsts, ends, strict=True)]))
-    offsets = [0, *np.cumsum(index[:, 1]).tolist()]
-    return SampleTensors(tokens[kept], mask[kept], [column[kept] for column in columns], offsets)
+    has_gaps = firsts[1:] != ends[:-1] or firsts[:1] != [0]
+    if dtype == "bfloat16":
+        if not has_gaps:
+            on_disk = [torch.from_numpy(rows.view(np.int16)).view(torch.bfloat16) for rows in columns]
+            return SampleTensors(torch.from_numpy(tokens), torch.from_numpy(mask), on_disk, [0, *ends])
+        columns = [rows.view(ml_dtypes.bfloat16) for rows in columns]
+    found = _room(
+        folder,
+        int(index[:, 1].sum()),
+        len(layers),
+        columns[0].shape[1],
+        "only a data set in bfloat16 (--dtype) of which no row was left out is read from the disk",
+    )
+    for part in map(slice, firsts, ends):
+        found.add(tokens[part], mask[part], np.stack([rows[part] for rows in columns], 1))
+    return found
 
 
 def _stored_speculators(folder: Path, columns: Sequence[int]) -> SampleTensors:
-    from safetensors import safe_open
-
     masks = [np.asarray(row["loss_mask"], np.bool_) for row in read_rows(folder) if isinstance(row, Mapping)]
-    samples = []
-    for i in range(len(masks)):
-        with safe_open(folder / "hidden_states" / f"hs_{i}.safetensors", "np") as file:
-            samples.append((file.get_tensor("token_ids"), file.get_tensor("hidden_states")))
-    n_tokens = sum(len(tokens) for tokens, _ in samples)
-    found = SampleTensors.empty(n_tokens, len(columns), samples[0][1].shape[-1])
-    for (tokens, states), mask in zip(samples, masks, strict=True):
-        found.add(tokens.astype(np.int32), mask, states[:, list(columns)].astype(ml_dtypes.bfloat16))
+    if not masks:
+        raise InvalidInputError(f"{folder} holds no samples")
+    paths = [folder / "hidden_states" / f"hs_{i}.safetensors" for i in range(len(masks))]
+    with safe_open(paths[0], "np") as file:
+        n_embd = file.get_slice("hidden_states").get_shape()[-1]
+    found = _room(
+        folder,
+        sum(map(len, masks)),
+        len(columns),
+        n_embd,
+        "use fewer texts, or `llamatap dataset --layout npy`, which is read from the disk",
+    )
+    for path, mask in zip(paths, masks, strict=True):
+        with safe_open(path, "np") as file:
+            tokens, states = file.get_tensor("token_ids"), file.get_tensor("hidden_states")
+        found.add(tokens.astype(np.int32), mask, states[:, list(columns)])
     return found
+
+
+def _room(folder: Path, n_tokens: int, n_columns: int, n_embd: int, advice: str) -> SampleTensors:
+    """Memory for the states of a folder.
+
+    :raises OutOfMemoryError: there is not so much.
+    """
+    what = f"the states of {n_tokens} tokens in {folder} take"
+    require_memory(2 * n_tokens * n_columns * n_embd, what, advice)
+    return SampleTensors.empty(n_tokens, n_columns, n_embd)

@@ -22,7 +22,7 @@ with needs("train", "training drafters"):
     import torch
     from torch import Tensor
 
-__all__ = ["HeadTrainer", "is_bfloat16"]
+__all__ = ["HeadTrainer", "is_bfloat16", "read_state"]
 
 # The learning rate at the end, relative to its highest value.
 _LAST_RATE = 0.02
@@ -200,17 +200,29 @@ class HeadTrainer:
 
         :raises InvalidInputError: it belongs to another training, or cannot be read.
         """
-        try:
-            state = torch.load(path, map_location=self.device, weights_only=True)
-        except Exception as error:
-            raise InvalidInputError(f"{path} cannot be read: {error}; remove it to begin anew") from error
-        if differing := {
-            key: (state["fingerprint"].get(key), value)
-            for key, value in fingerprint.items()
-            if state["fingerprint"].get(key) != value
-        }:
-            told = "; ".join(f"{key} was {was!r}, is {now!r}" for key, (was, now) in differing.items())
-            raise InvalidInputError(f"{path} belongs to another training: {told}")
+        state = read_state(path, fingerprint, self.device)
         self.head.load_state_dict(state["head"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.step, self.seconds = state["step"], state["seconds"]
+
+
+def read_state(path: Path, fingerprint: dict[str, Any], device: Any = "cpu") -> dict[str, Any]:
+    """What :meth:`HeadTrainer.save` saved, on a device.
+
+    :param fingerprint: what the training must be equal in, or a part of that.
+    :raises InvalidInputError: it belongs to another training, or cannot be read.
+    """
+    try:
+        state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+        saved = state["fingerprint"]
+    except Exception as error:
+        # PyTorch's own advice takes several lines, and is about files of unknown origin.
+        raise InvalidInputError(
+            f"{path} is damaged, or no training's state; remove it to begin anew"
+        ) from error
+    if differing := {
+        key: (saved.get(key), value) for key, value in fingerprint.items() if saved.get(key) != value
+    }:
+        told = "; ".join(f"{key} was {was!r}, is {now!r}" for key, (was, now) in differing.items())
+        raise InvalidInputError(f"{path} belongs to another training: {told}")
+    return state

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from safetensors import safe_open
 from support.tiny import TinyLlama
 
 import llamatap as lt
@@ -259,6 +260,7 @@ def test_the_draft_vocabulary_is_the_most_frequent_tokens() -> None:
         ("mtp", "a.gguf", {}, "the output of mtp is a .safetensors file; found a.gguf"),
         ("eagle3", "a.gguf", {"layers": [1, 2]}, r'three different layers, 0..7, not "norm"; found \[1, 2\]'),
         ("eagle3", "a.gguf", {"layers": [1, 2, "norm"]}, "three different layers"),
+        ("mtp", "a.safetensors", {"layers": [1, 2, 3]}, r"layers \(--layers\) are EAGLE-3's; an MTP block"),
         ("medusa", "a.gguf", {}, "kind must be"),
     ],
 )
@@ -297,7 +299,9 @@ def test_a_target_of_another_file(target: Path, texts: Path, tmp_path: Path) -> 
     with lt.Model(target) as model:
         dataset.write(model, texts, tmp_path / "states", dataset.Options(layout="npy", layers=[1, 2, 3]))
     other = TinyLlama(n_layer=7, seed=4).write(tmp_path / "other.gguf")
-    with pytest.raises(lt.InvalidInputError, match="holds states of another file"):
+    with pytest.raises(
+        lt.InvalidInputError, match=r"holds states of another file, tiny\.gguf; the target is"
+    ):
         train_head("eagle3", other, tmp_path / "states", tmp_path / "a.gguf", options(layers=[1, 2, 3]))
 
 
@@ -306,3 +310,94 @@ def test_a_step_that_does_not_fit_into_memory(target: Path, texts: Path, tmp_pat
         lt.OutOfMemoryError, match=r"a training step of 1000000000 tokens takes about .*--batch-tokens"
     ):
         train_head("mtp", target, texts, tmp_path / "a.safetensors", options(batch_tokens=10**9))
+
+
+def test_a_head_that_does_not_fit_into_memory(target: Path, texts: Path, tmp_path: Path) -> None:
+    with pytest.raises(lt.OutOfMemoryError, match=r"a feed-forward network of width 1000000000 .*--n-ff"):
+        train_head("eagle3", target, texts, tmp_path / "a.gguf", options(n_ff=10**9))
+
+
+def test_outputs_that_cannot_be_written(target: Path, texts: Path, tmp_path: Path) -> None:
+    """Refused before the training, not after it."""
+    (tmp_path / "folder.gguf").mkdir()
+    with pytest.raises(lt.InvalidInputError, match=r"the output .*folder\.gguf is a folder"):
+        train_head("eagle3", target, texts, tmp_path / "folder.gguf", options())
+    (tmp_path / "link.gguf").symlink_to(target)
+    with pytest.raises(lt.InvalidInputError, match=r"the output .*link\.gguf is the target"):
+        train_head("eagle3", target, texts, tmp_path / "link.gguf", options())
+    assert not list(tmp_path.glob("*.training"))
+
+
+def test_a_draft_vocabulary_beyond_the_target_s_is_the_target_s(
+    target: Path, texts: Path, tmp_path: Path
+) -> None:
+    made = train_head("eagle3", target, texts, tmp_path / "a.gguf", options(epochs=1, draft_vocab=10**6))
+    with safe_open(made.folder / "checkpoint" / "model.safetensors", "np") as file:
+        assert "d2t" not in file.keys()  # noqa: SIM118
+
+
+def test_too_few_samples_to_measure_on(
+    target: Path, texts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(texts.read_text().splitlines(keepends=True)[:7]))
+    made = train_head("eagle3", target, few, tmp_path / "a.gguf", options(epochs=1))
+    assert made.figures["held_out"] is None
+    assert "none of 7 samples is held out (one of 8 is): acceptance is not measured" in caplog.text
+
+
+def test_what_differs_is_told_before_states_are_computed(
+    target: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_head("eagle3", target, texts, tmp_path / "a.gguf", options(epochs=1))
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("llamatap.train.drafters.api.capture_states", never)
+    with pytest.raises(lt.InvalidInputError, match="another training: steps was 3, is 2"):
+        train_head("eagle3", target, texts, tmp_path / "a.gguf", options(epochs=1, steps=2, resume=True))
+    (tmp_path / "a.gguf.training" / "state.pt").write_bytes(b"garbage")
+    with pytest.raises(lt.InvalidInputError) as caught:
+        train_head("eagle3", target, texts, tmp_path / "a.gguf", options(epochs=1, resume=True))
+    assert str(caught.value).endswith("state.pt is damaged, or no training's state; remove it to begin anew")
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "llamatap", "train", *map(str, arguments)]
+    quick = ["--quiet", "--epochs", "1", "--batch-tokens", "256", "--device", "cpu", "--engine-prompts", "0"]
+    return subprocess.run([*command, *quick], capture_output=True, text=True, timeout=120)
+
+
+def test_the_command_tells_what_is_left_out(target: Path, texts: Path, tmp_path: Path) -> None:
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text("".join(texts.read_text().splitlines(keepends=True)[:7]) + '{"prompt": "x"}\n')
+    done = run("eagle3", target, mixed, "-o", tmp_path / "a.gguf")
+    assert done.returncode == 0, done.stderr
+    left_out, none_held_out = done.stderr.splitlines()
+    assert left_out.startswith(f"llamatap: warning: 1 rows of {mixed} are left out: row 7: a row needs")
+    assert none_held_out.startswith("llamatap: warning: none of 7 samples is held out")
+
+
+WRONG: dict[str, tuple[str, str]] = {
+    "no file": ("", "no such file"),
+    "empty": ("", "it is empty"),
+    "no JSON": ("one\ntwo\n", "holds no sample to train on: row 0: line 1 is not JSON"),
+    "other keys": ('{"prompt": "x"}\n', "row 0: a row needs input_ids, messages, conversations or text"),
+    "another vocabulary": ('{"input_ids": [1, 99999]}\n', "input_ids must be in 0..258; found 1..99999"),
+    "nothing counts": ('{"input_ids": [4, 5], "loss_mask": [0, 0]}\n', "its loss mask has 0 of its first 2"),
+    "a token": ('{"input_ids": [4]}\n', "it has 1 tokens, but min_tokens is 2"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_data_is_told_in_a_line(name: str, target: Path, tmp_path: Path) -> None:
+    content, told = WRONG[name]
+    data = tmp_path / "data.jsonl"
+    if name != "no file":
+        data.write_text(content)
+    done = run("eagle3", target, data, "-o", tmp_path / "a.gguf")
+    assert done.returncode == 1
+    assert told in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "a.gguf.training").exists()
