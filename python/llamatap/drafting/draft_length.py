@@ -36,13 +36,25 @@ MaxTokens: TypeAlias = int | Literal["auto"]
 
 # Decay of past rounds per new round: about 50 rounds count.
 _KEPT = 0.98
-# A prior with the weight of two tries: every other token is accepted.
-_PRIOR_HITS, _PRIOR_TRIES = 1.0, 2.0
+# Weight of the long-run acceptance beside that of recent rounds, in drafts; and its change per draft.
+_PRIOR, _LEARNED = 2.0, 0.05
+# Acceptance at a position that was never reached, relative to the one before it.
+_DECLINE = 0.9
 # How often another length is tried, in rounds, so that costs and acceptance do not go stale.
-_EXPLORE_EVERY = 16
+_TRY_EVERY = 16
+# The same while no draft pays, within the budget.
+_HOPE_EVERY = 4
 _MEASURED = 9
-# The cost of a length that is older than this many rounds is forgotten when it is measured again.
+# A duration that is older than this many rounds is forgotten when its length is measured again.
 _STALE = 48
+# What trials may lose, in rounds without a draft: at first, more in each round, the limits of what is left.
+_FIRST_BUDGET, _BUDGET, _LEAST_BUDGET, _MOST_BUDGET = 0.5, 0.012, -2.0, 2.5
+# A draft must give this many times the tokens per second of none.
+_WORTH = 1.05
+# What a drafted token costs before anything is measured, in rounds without a draft: two processor cores.
+_GUESSED = 0.35
+# Slope of the durations beyond the longest draft that was measured, relative to the slope before.
+_BEYOND = 0.5
 
 
 class DraftLength:
@@ -54,46 +66,68 @@ class DraftLength:
     those whose first i-1 tokens were. A draft of k tokens gives ``1 + a[1] + a[1] a[2] + ... + a[1]...a[k]``
     tokens a round. ``c[k]`` is the duration of rounds with k drafted tokens: the median of the last 9,
     interpolated linearly between measured lengths. The chosen length is the k that maximises tokens per
-    second. Older rounds count less: the weight of a round is 0.98 of that of the next.
+    second, and 0 unless it gives 5 % more than no draft. Older rounds count less: the weight of a round is
+    0.98 of that of the next; without recent drafts, ``a[i]`` is a long-run average.
 
     Durations are kept by the number of sequences: a round of 8 takes longer than a round of 1, and a pass
-    that is full without drafts makes each drafted token dearer. Acceptance is counted over all rounds. The
-    first rounds measure the longest draft, none, one of a single token and one of half the length, twice
-    each; with another number of sequences, once each. Later every 16th round tries another length: in turn
-    those next to the best, the longest, and half of it. Costs that were last measured 48 rounds ago or
-    earlier are discarded when the length is measured again.
+    that is full without drafts makes each drafted token dearer. Acceptance is counted over all rounds.
+
+    Where drafts do not pay, trying them costs time. So all trials have a budget: half a round without drafts,
+    and 1.2 % of the rounds since. A length is tried if what it is expected to lose is left, and what it then
+    loses is taken off. The first rounds have no draft (two; with another number of sequences, one); then one
+    token, half of the longest draft and the longest are tried. Every 16th round (while no draft pays, every
+    4th) tries, of these, none and those next to the best, the one that was not measured for longest.
+    Durations from 48 rounds ago or earlier are forgotten when their length is measured again.
     """
 
     def __init__(self, longest: int) -> None:
         self.longest = integer("longest", longest, 1)
         self._hits = [0.0] * self.longest
         self._tries = [0.0] * self.longest
-        # By the number of sequences.
-        self._seconds: dict[int, dict[int, deque[float]]] = {}
-        self._measured_at: dict[tuple[int, int], int] = {}
-        self._first: dict[int, list[int]] = {}
+        # Of positions that were reached.
+        self._typical: list[float] = []
+        # By the number of sequences and the length: (round, seconds).
+        self._measured: dict[int, dict[int, deque[tuple[int, float]]]] = {}
+        self._budget = _FIRST_BUDGET
+        # Of this round.
+        self._is_trial, self._accepted = False, 0
         self._rounds = 0
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Count a draft of ``drafted`` tokens, ``accepted`` of them accepted."""
+        self._accepted += accepted
         for i in range(min(accepted + 1, drafted, self.longest)):
+            hit = i < accepted
+            if i == len(self._typical):
+                self._typical.append(self._prior(i))
             self._tries[i] += 1
-            self._hits[i] += i < accepted
+            self._hits[i] += hit
+            self._typical[i] += _LEARNED * (hit - self._typical[i])
 
     def measure(self, drafted: int, seconds: float, n_sequences: int = 1) -> None:
         """Record that a round of ``n_sequences`` with ``drafted`` tokens each took ``seconds``, including
         drafting."""
         length = min(drafted, self.longest)
-        known = self._seconds.setdefault(n_sequences, {}).setdefault(length, deque(maxlen=_MEASURED))
-        if self._rounds - self._measured_at.get((n_sequences, length), self._rounds) >= _STALE:
-            known.clear()
-        self._measured_at[n_sequences, length] = self._rounds
-        known.append(seconds)
+        none = self._known(n_sequences).get(0)
+        if self._is_trial and none is not None:
+            # One unlucky trial is no reason not to try again.
+            tokens = max(1 + self._accepted / n_sequences, self.tokens(length))
+            lost = seconds / max(none, 1e-9) - tokens
+            self._budget = max(self._budget - lost, _LEAST_BUDGET)
+        measured = self._measured.setdefault(n_sequences, {}).setdefault(length, deque(maxlen=_MEASURED))
+        while measured and self._rounds - measured[0][0] >= _STALE:
+            measured.popleft()
+        measured.append((self._rounds, seconds))
 
     def acceptance(self, position: int) -> float:
         """Acceptance rate at ``position`` (from 1), among the drafts accepted up to there."""
         i = position - 1
-        return (self._hits[i] + _PRIOR_HITS) / (self._tries[i] + _PRIOR_TRIES)
+        return (self._hits[i] + _PRIOR * self._prior(i)) / (self._tries[i] + _PRIOR)
+
+    def _prior(self, i: int) -> float:
+        if i < len(self._typical):
+            return self._typical[i]
+        return 0.5 if i == 0 else max(0.5, _DECLINE * self.acceptance(i))
 
     def tokens(self, length: int) -> float:
         """Expected tokens of a round with a draft of this length."""
@@ -106,49 +140,86 @@ class DraftLength:
     def seconds(self, length: int, n_sequences: int = 1) -> float | None:
         """Expected duration of a round of ``n_sequences`` with drafts of this length; None when too little
         was measured."""
-        measured = self._seconds.get(n_sequences, {})
-        known = {k: statistics.median(values) for k, values in measured.items()}
-        if length in known:
-            return known[length]
-        if len(known) < 2:
-            return None
-        lengths = sorted(known)
-        above = next((i for i, k in enumerate(lengths) if k > length), len(lengths) - 1)
-        low, high = lengths[max(above - 1, 0)], lengths[max(above, 1)]
-        slope = (known[high] - known[low]) / (high - low)
-        # Noise must not make a longer draft free.
-        return max(known[low] + slope * (length - low), min(known.values()) * 0.5)
+        return _interpolated(self._known(n_sequences), length)
 
     def best(self, n_sequences: int = 1) -> int:
-        """The length with the most expected tokens per second; the longest when too little was measured."""
-        rates = []
-        for length in range(self.longest + 1):
+        """The length with the most expected tokens per second; 0 when too little was measured."""
+        none = self._known(n_sequences).get(0)
+        if none is None:
+            return 0
+        rates = [1 / max(none, 1e-9)]
+        for length in range(1, self.longest + 1):
             seconds = self.seconds(length, n_sequences)
             if seconds is None:
-                return self.longest
-            rates.append(self.tokens(length) / max(seconds, 1e-9))
+                return 0
+            rates.append(self.tokens(length) / max(seconds, 1e-9) / _WORTH)
         return max(range(len(rates)), key=rates.__getitem__)
 
     def choose(self, n_sequences: int = 1) -> int:
         """Choose the length for the next round, of ``n_sequences``."""
         self._rounds += 1
+        self._budget = min(self._budget + _BUDGET, _MOST_BUDGET)
         # Rounds without a draft age the acceptance counts, too.
         for i in range(self.longest):
             self._hits[i] *= _KEPT
             self._tries[i] *= _KEPT
-        if n_sequences not in self._first:
-            times = 1 if self._first else 2
-            self._first[n_sequences] = [
-                k for k in (self.longest, 0, 1, self.longest // 2) for _ in range(times)
-            ]
-        if self._first[n_sequences]:
-            return self._first[n_sequences].pop(0)
+        self._is_trial, self._accepted = False, 0
+        measured = self._measured.get(n_sequences, {})
+        if len(measured.get(0, ())) < (2 if len(self._measured) < 2 else 1) and len(measured) < 2:
+            return 0
         best = self.best(n_sequences)
-        if self._rounds % _EXPLORE_EVERY:
-            return best
-        others = [best + 1, self.longest, best - 1, self.longest // 2]
-        other = others[self._rounds // _EXPLORE_EVERY % len(others)]
-        return other if 0 <= other <= self.longest and other != best else max(best - 1, 1)
+        usual = {1, self.longest // 2, self.longest} - {0}
+        new = sorted(usual - measured.keys())
+        others = ({0, best - 1, best + 1} | usual) & set(range(self.longest + 1)) - {best}
+        known = sorted(others.difference(new), key=lambda k: measured[k][-1][0] if k in measured else -1)
+        is_turn = self._rounds % (_TRY_EVERY if best else _HOPE_EVERY) == 0
+        for length in new + known if is_turn else new:
+            lost = self._guessed(length, n_sequences) - self.tokens(length)
+            # Cheaper ones do not take the budget that others wait for.
+            if lost <= _MOST_BUDGET:
+                if lost > self._budget:
+                    break
+                self._is_trial = True
+                return length
+        return best
+
+    def _known(self, n_sequences: int, since: int = 0) -> dict[int, float]:
+        """Median seconds by length, of those that were measured in this round or later."""
+        measured = self._measured.get(n_sequences, {})
+        return {
+            length: statistics.median(seconds for _, seconds in values)
+            for length, values in measured.items()
+            if values[-1][0] >= since
+        }
+
+    def _guessed(self, length: int, n_sequences: int) -> float:
+        """Duration of a trial, in rounds without a draft, by what was measured lately: what was dear once may
+        be cheap now."""
+        known = self._known(n_sequences, self._rounds - _STALE)
+        if len(known) < 2:
+            known = self._known(n_sequences)
+        none = max(self._known(n_sequences)[0], 1e-9)
+        found = _interpolated(known, length)
+        if found is None:
+            return 1 + _GUESSED * length
+        longest = max(known)
+        if length > longest:
+            found = known[longest] + _BEYOND * (found - known[longest])
+        return found / none
+
+
+def _interpolated(known: dict[int, float], length: int) -> float | None:
+    """The value at a length, on the line through its neighbours; None with fewer than two."""
+    if length in known:
+        return known[length]
+    if len(known) < 2:
+        return None
+    lengths = sorted(known)
+    above = next((i for i, k in enumerate(lengths) if k > length), len(lengths) - 1)
+    low, high = lengths[max(above - 1, 0)], lengths[max(above, 1)]
+    slope = (known[high] - known[low]) / (high - low)
+    # Noise must not make a longer draft free.
+    return max(known[low] + slope * (length - low), min(known.values()) * 0.5)
 
 
 def measured_length(n_max: object) -> DraftLength | None:
