@@ -290,9 +290,7 @@ def _models(arguments: argparse.Namespace) -> list[ModelOptions]:
         arguments.n_max = draft_length(arguments.n_max)
     shared = given(ModelOptions, arguments) | {"context": _context_options(arguments)}
     return [
-        ModelOptions(
-            name=name, path=path, drafter=drafters.get(name), cotrain=cotrained.get(name), **shared
-        )
+        ModelOptions(name=name, path=path, drafter=drafters.get(name), cotrain=cotrained.get(name), **shared)
         for name, path in paths.items()
     ]
 

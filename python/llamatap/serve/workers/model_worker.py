@@ -66,9 +66,7 @@ class ModelWorker:
         except Error as error:
             self._close_models()
             raise type(error)(f"{options.path.name} cannot be served: {error}") from error
-        make_session = functools.partial(
-            new_session, self.model, options, self.limits.n_ctx, self.cotrainer
-        )
+        make_session = functools.partial(new_session, self.model, options, self.limits.n_ctx, self.cotrainer)
         self.extractor = BatchExtractor(self.name, self.model, options.context, metrics)
         self.generator = TextGenerator(self.name, make_session, metrics, session)
         self._admission = Admission(self.name, max_queue)

@@ -101,9 +101,7 @@ class CoTrainer(Closeable):
             raise
         self._before = before
         self._log = EventLog(self.folder.log, "serving")
-        self._writer = SampleWriter(
-            self.folder.samples, self.options.max_bytes, self.options.queue_bytes
-        )
+        self._writer = SampleWriter(self.folder.samples, self.options.max_bytes, self.options.queue_bytes)
         self._drafters: weakref.WeakSet[CoTrainedDrafter] = weakref.WeakSet()
         self._random = random.Random(0)
         # For what the watching thread and those that take drafts change; may be held for a second.
@@ -300,11 +298,14 @@ class CoTrainer(Closeable):
 
     def _watch(self) -> None:
         while not self._ending.wait(self.options.poll_seconds):
-            try:
-                self.look()
-            except Exception:
-                # The requests must go on.
-                _logger.exception("co-training in %s failed", self.folder.path)
+            self._safe_look()
+
+    def _safe_look(self) -> None:
+        try:
+            self.look()
+        except Exception:
+            # The requests must go on.
+            _logger.exception("co-training in %s failed", self.folder.path)
 
     def look(self) -> None:
         """Look into the folder once, as a thread does every ``poll_seconds``: count the traffic, judge the
@@ -398,8 +399,7 @@ class CoTrainer(Closeable):
         drafters = list(self._drafters)
         models: list[Model] = []
         try:
-            for _ in drafters:
-                models.append(self._load(number))
+            models.extend(self._load(number) for _ in drafters)
         except (Error, OSError, MemoryError) as error:
             for one in models:
                 one.close()

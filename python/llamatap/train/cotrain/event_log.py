@@ -106,7 +106,7 @@ def plot_acceptance(path: Path, events: Sequence[dict[str, Any]]) -> Path | None
 
 
 def _smoothed(traffic: Sequence[dict[str, Any]], start: float) -> tuple[list[float], list[float]]:
-    """Minutes and tokens per round of the traffic, in at most ``_POINTS`` steps of equal numbers of entries."""
+    """Minutes and tokens per round of the traffic, in at most ``_POINTS`` steps of as many entries."""
     per_point = -(-len(traffic) // _POINTS)
     minutes, values = [], []
     for first in range(0, len(traffic), per_point):

@@ -215,7 +215,6 @@ class CoTrainFolder:
             if one.name.partition(".")[0] not in {str(number) for number in kept}:
                 shutil.rmtree(one) if one.is_dir() else one.unlink(missing_ok=True)
 
-
     def remove_leftovers(self, side: str) -> None:
         """Remove the half-written files that a killed process of a side left; call with its lock."""
         patterns = {

@@ -63,6 +63,9 @@ class TextRecorder:
             return None
         states = join_states(self._parts)
         mask = np.concatenate(
-            [np.full(len(part), own, np.float32) for part, own in zip(self._parts, self._generated, strict=True)]
+            [
+                np.full(len(part), own, np.float32)
+                for part, own in zip(self._parts, self._generated, strict=True)
+            ]
         )
         return (states, mask) if mask[1:].any() else None

@@ -139,7 +139,10 @@ class DrafterTrainer:
     def _begin_with_newest(self) -> None:
         """Begin with the newest candidate whose weights can be read; with the first draft if there is none."""
         for number in reversed(self._folder.candidates()):
-            found = [self._folder.checkpoints / str(number), self._folder.checkpoints / f"{number}.safetensors"]
+            found = [
+                self._folder.checkpoints / str(number),
+                self._folder.checkpoints / f"{number}.safetensors",
+            ]
             try:
                 self._head = read_head(next((one for one in found if one.exists()), found[0]), self._weights)
             except (Error, OSError) as error:
@@ -225,9 +228,7 @@ class DrafterTrainer:
         )
         if not enough:
             return False
-        chosen = self._replay.choose(
-            self._newest_sample, options.cycle_tokens, options.held_out, self._rng
-        )
+        chosen = self._replay.choose(self._newest_sample, options.cycle_tokens, options.held_out, self._rng)
         loaded = self._replay.load(*chosen)
         if not loaded.training or not loaded.held_out:
             return False
