@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -107,11 +106,10 @@ class DrafterTrainer:
         self._weights = TargetWeights.read(target)
         self._sha256 = ModelFiles(target).sha256()
         serving = folder.serving_side()
-        if serving is not None and None not in (self._sha256, serving.model_sha256):
-            if serving.model_sha256 != self._sha256:
-                raise InvalidInputError(
-                    f"{folder.path} belongs to another target, {serving.model}; give that file"
-                )
+        if serving is not None and serving.model_sha256 not in (None, self._sha256):
+            raise InvalidInputError(
+                f"{folder.path} belongs to another target, {serving.model}; give that file"
+            )
         engine_threads = 0 if serving is None else serving.n_threads
         torch.set_num_threads(options.n_threads or max(1, default_threads() - engine_threads))
         torch.set_num_interop_threads(1)
@@ -137,24 +135,26 @@ class DrafterTrainer:
     # Where a training begins.
 
     def _begin_with_newest(self) -> None:
-        """Begin with the newest candidate whose weights can be read; with the first draft if there is none."""
+        """Begin with the newest candidate whose weights can be read; without one, with the first draft."""
         for number in reversed(self._folder.candidates()):
-            found = [
-                self._folder.checkpoints / str(number),
-                self._folder.checkpoints / f"{number}.safetensors",
-            ]
-            try:
-                self._head = read_head(next((one for one in found if one.exists()), found[0]), self._weights)
-            except (Error, OSError) as error:
-                self._log.add("passed over", draft=number, reason=f"its checkpoint: {error}")
-                continue
-            self.reference = number
-            break
+            if (head := self._read_checkpoint(number)) is not None:
+                self.reference = number
+                break
         else:
-            self._head = self._first_head()
+            head = self._first_head()
             self.reference = 0
-        self._head = self._head.to(self._device)
+        self._head = head.to(self._device)
         self._in_use = _copied(self._head)
+
+    def _read_checkpoint(self, number: int) -> DraftHead | None:
+        """The head of a published draft; None if its weights cannot be read."""
+        folder = self._folder.checkpoints
+        block = folder / f"{number}.safetensors"
+        try:
+            return read_head(block if block.exists() else folder / str(number), self._weights)
+        except (Error, OSError) as error:
+            self._log.add("passed over", draft=number, reason=f"its checkpoint: {error}")
+            return None
 
     def _first_head(self) -> DraftHead:
         """The head that it was started with."""
