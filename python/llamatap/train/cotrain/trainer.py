@@ -82,6 +82,9 @@ def train_in_folder(
     lock = place.lock("trainer", seconds=5.0)
     try:
         place.remove_leftovers("trainer")
+        serving = place.serving_side()
+        engine_threads = 0 if serving is None else serving.n_threads
+        torch.set_num_threads(options.n_threads or max(1, default_threads() - engine_threads))
         trainer = DrafterTrainer(target_path, place, draft_path, options)
         with StopSignals() as stop:
             trainer.run(lambda: stop.requested)
@@ -110,9 +113,6 @@ class DrafterTrainer:
             raise InvalidInputError(
                 f"{folder.path} belongs to another target, {serving.model}; give that file"
             )
-        engine_threads = 0 if serving is None else serving.n_threads
-        torch.set_num_threads(options.n_threads or max(1, default_threads() - engine_threads))
-        torch.set_num_interop_threads(1)
         self._head: DraftHead
         self._in_use: dict[str, torch.Tensor]
         self.reference: int
