@@ -324,7 +324,7 @@ import numpy as np, llamatap as lt
 from llamatap.train import CoTrainer, CoTrainOptions
 model = lt.Model({str(path)!r})
 context = model.context(n_ctx=1024, n_seq_max=8, n_threads=1)
-options = CoTrainOptions(trial_rounds=50, poll_seconds=0.1)
+options = CoTrainOptions(trial_rounds=50, poll_seconds=0.1, log_seconds=0.5)
 arguments = "--min-tokens 200 --new-tokens 100 --batch-tokens 256 --epochs 8 --learning-rate 3e-3 "
 arguments += "--poll-seconds 0.1 --threads 1 --nice 0 --device cpu"
 cotrainer = CoTrainer(
@@ -336,39 +336,37 @@ while True:
     prompts = [rng.integers(3, 13, 3).tolist() for _ in range(8)]
     list(lt.generate(context, prompts, drafter, max_tokens=30, ignore_eos=True))
 """
-    trainers = set()
+    pids = set()
 
-    def trainer_lives() -> bool:
+    def count(name: str) -> int:
         events = read_events(folder.log)
-        trainers.update(one["pid"] for one in events if one["event"] == "trainer started")
-        return any(one["event"] == "trainer ready" for one in events)
+        pids.update(one["pid"] for one in events if one["event"] == "trainer started")
+        return sum(one["event"] == name for one in events)
 
-    in_use = 0
+    server: subprocess.Popen[str]
     try:
-        for _ in range(2):
+        for attempt in (1, 2):
             server = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
             try:
-                wait_for(trainer_lives, server)
-
-                def took_another(before: int = in_use) -> bool:
-                    said = folder.serving_side()
-                    return said is not None and said.in_use > before
-
-                wait_for(took_another, server)
+                wait_for(lambda n=attempt: count("serving started") == n, server)  # type: ignore[misc]
+                wait_for(lambda: count("acceptance") > 0 and count("swapped") > 0, server)
             finally:
                 server.kill()
                 server.communicate()
             said = folder.serving_side()
             assert said is not None
-            in_use = said.in_use
-            # Not a zombie, nor ended: it holds its lock.
+            assert said.in_use > 0
+            # It goes on, with the texts that are there.
             assert folder.is_locked("trainer")
     finally:
-        trainer_lives()
-        for pid in trainers:
+        count("")
+        for pid in pids:
             os.kill(pid, signal.SIGKILL)
+    started = [one["draft"] for one in read_events(folder.log) if one["event"] == "serving started"]
+    assert started[0] == 0
+    assert started[1] > 0
     # One trainer outlived both servers.
-    assert len(trainers) == 1
+    assert len(pids) == 1
 
 
 def test_refusals(path: Path, weights: TargetWeights, tmp_path: Path) -> None:
