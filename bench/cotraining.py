@@ -1,8 +1,8 @@
 """How fast does co-training adapt a drafter to another kind of text?
 
-A session of eight texts at once, with prompts that ask for code, tables and SQL alone, drafts with a drafter
-that was trained on the model's own chats, while ``llamatap cotrain`` retrains it. Informational: it prints
-tokens per round over time, and leaves the log and the plot in the folder. For one core each:
+A session of eight texts at once, with prompts that ask for SQL alone, drafts with a drafter that was trained
+on the model's own chats, while ``llamatap cotrain`` retrains it. Informational: it prints tokens per round
+over time, and leaves the log and the plot in the folder. For one core each:
 
     taskset -c 0,1 python bench/cotraining.py FOLDER --draft eagle3-q8_0.gguf --minutes 20
 """
@@ -21,43 +21,19 @@ from llamatap.fetch import fetch
 from llamatap.train import CoTrainer, CoTrainOptions
 from llamatap.train.cotrain.event_log import read_events
 
-TASKS = (
-    "reverses a string",
-    "sorts a list of numbers",
-    "counts the words in a text",
-    "finds the largest number of a list",
-    "merges two dictionaries",
-    "checks whether a number is prime",
-    "reads a file line by line",
-    "removes duplicates from a list",
-    "computes the factorial of a number",
-    "converts Celsius to Fahrenheit",
-    "validates an email address",
-    "returns the first n Fibonacci numbers",
-    "counts the vowels of a word",
-    "transposes a matrix",
-    "searches a sorted list",
-    "formats a date",
-)
-LANGUAGES = ("Python", "JavaScript", "C", "Java", "Ruby", "Go")
 THINGS = (
     *("users", "orders", "books", "cars", "cities", "students", "movies", "songs", "fruits", "tools", "toys"),
     *("phones", "shirts", "games", "plants", "animals", "rivers", "teams", "hotels", "courses", "recipes"),
+    *("employees", "products", "invoices", "patients", "flights", "trains", "schools", "pets", "planets"),
+    *("museums", "bridges", "lakes", "wines", "coins", "stamps", "paintings", "concerts", "players", "cafes"),
 )
 
 
 def prompts(rng: random.Random) -> Iterator[str]:
     """Questions of the other kind, without end."""
     while True:
-        n, thing = rng.randint(4, 20), rng.choice(THINGS)
-        yield rng.choice(
-            (
-                f"Write a {rng.choice(LANGUAGES)} function that {rng.choice(TASKS)}. Only code.",
-                f"Write SQL statements that create a table of {thing} and insert {n} rows. Only SQL.",
-                f"Write a CSV table of {n} {thing} with the columns id, name and price. Only the table.",
-                f"Write {n} {thing} as a JSON array with the keys id, name and year. Only JSON.",
-            )
-        )
+        thing, n = rng.choice(THINGS), rng.randint(4, 20)
+        yield f"Write SQL statements that create a table of {thing} and insert {n} rows. Only SQL."
 
 
 def main() -> None:

@@ -87,6 +87,7 @@ def test_a_new_draft_comes_between_two_rounds(files: Files, tmp_path: Path) -> N
         old, new = found.pop(long).stats, [text.stats for text in found.values()]
         assert all(stats.accepted == stats.drafted > 0 for stats in new)
         # As before, and to its end.
+        assert old.drafted > 150
         shares = [text.stats.accepted / text.stats.drafted for text in before]
         assert 0.3 < old.accepted / old.drafted < 0.9
         assert min(shares) < 0.9
@@ -135,7 +136,9 @@ def test_two_draft_contexts_at_most(files: Files, tmp_path: Path) -> None:
     with serving(files, tmp_path) as one:
         one.generate(8)
         long = one.add(5, 400)
+        first = one.drafter.spec
         for number in (1, 2):
+            assert not first.closed
             publish(one.folder, number, files.drafts["right"], base=number - 1)
             one.cotrainer.look()
             for i in range(3):
@@ -149,6 +152,7 @@ def test_two_draft_contexts_at_most(files: Files, tmp_path: Path) -> None:
                 while one.session.pending > 1:
                     one.session.step()
             one.cotrainer.look()
+        assert first.closed
         (text,) = one.finish()
         assert text.index == long
         assert 0 < text.stats.drafted < 300

@@ -247,6 +247,25 @@ def test_it_begins_again_from_the_one_before(path: Path, weights: TargetWeights,
     assert folder.next_number() == 3
 
 
+def test_nothing_worse_is_published(path: Path, weights: TargetWeights, tmp_path: Path) -> None:
+    """After a cycle that did harm, the next one begins with what is in use."""
+    draft = draft_of("eagle3", path, weights, tmp_path)
+    folder = CoTrainFolder(tmp_path / "f")
+    traffic(path, folder.path, draft)
+    trainer = DrafterTrainer(path, folder, draft, TrainerOptions(**QUICK, epochs=20))
+    first = {name: one.clone() for name, one in trainer._head.state_dict().items()}
+    assert trainer.look()
+    assert trainer.reference == 1
+    in_use = {name: one.clone() for name, one in trainer._in_use.items()}
+    assert any(not torch.equal(in_use[name], one) for name, one in first.items())
+    traffic(path, folder.path, draft, seed=1)
+    trainer.options = TrainerOptions(**{**QUICK, "learning_rate": 30})
+    assert trainer.look()
+    assert trainer.reference == 1
+    assert folder.candidates() == [1]
+    assert all(torch.equal(trainer._head.state_dict()[name], one) for name, one in in_use.items())
+
+
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
