@@ -136,6 +136,8 @@ def test_two_draft_contexts_at_most(files: Files, tmp_path: Path) -> None:
     with serving(files, tmp_path) as one:
         one.generate(8)
         long = one.add(5, 400)
+        for _ in range(4):
+            one.session.step()
         first = one.drafter.spec
         for number in (1, 2):
             assert not first.closed
