@@ -950,7 +950,7 @@ MUTATIONS = [
         "python/llamatap/train/cotrain/trial.py",
         "if part < 0.1 or self.rounds == 0:",
         "if self.rounds == 0:",
-        SERVING + " -k goes_back",
+        "tests/python/train/cotrain/test_trial.py",
     ),
     Mutation(
         "what was trained from a refused draft is taken",

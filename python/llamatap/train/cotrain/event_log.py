@@ -34,7 +34,7 @@ __all__ = ["EventLog", "plot_acceptance", "read_events"]
 
 #: Size at which a log is set aside and a new one begun.
 _MOST_BYTES = 32 * 2**20
-_POINTS = 60
+_POINTS = 40
 
 
 class EventLog:
@@ -106,12 +106,16 @@ def plot_acceptance(path: Path, events: Sequence[dict[str, Any]]) -> Path | None
 
 
 def _smoothed(traffic: Sequence[dict[str, Any]], start: float) -> tuple[list[float], list[float]]:
-    """Minutes and tokens per round of the traffic, in at most ``_POINTS`` steps of as many entries."""
-    per_point = -(-len(traffic) // _POINTS)
-    minutes, values = [], []
-    for first in range(0, len(traffic), per_point):
-        some = traffic[first : first + per_point]
-        rounds = sum(one["rounds"] for one in some)
-        minutes.append((some[-1]["time"] - start) / 60)
-        values.append(sum(one["rounds"] * one["tokens_per_round"] for one in some) / max(rounds, 1))
+    """Minutes and tokens per round of the traffic, in at most ``_POINTS`` steps of about as many rounds."""
+    per_point = sum(one["rounds"] for one in traffic) / _POINTS
+    minutes: list[float] = []
+    values: list[float] = []
+    rounds, tokens = 0, 0.0
+    for one in traffic:
+        rounds += one["rounds"]
+        tokens += one["rounds"] * one["tokens_per_round"]
+        if rounds > per_point or (one is traffic[-1] and rounds > 0):
+            minutes.append((one["time"] - start) / 60)
+            values.append(tokens / rounds)
+            rounds, tokens = 0, 0.0
     return minutes, values

@@ -68,7 +68,7 @@ def draft_of(kind: str, path: Path, weights: TargetWeights, folder: Path) -> Pat
     return head if kind == "mtp" else to_gguf(head, path, folder / "draft.gguf", type="f32").path
 
 
-def traffic(path: Path, folder: Path, draft: Path, n: int = 48, seed: int = 0) -> lt.train.CoTrainer | Any:
+def traffic(path: Path, folder: Path, draft: Path, n: int = 48, seed: int = 0) -> float:
     """Texts of 30 tokens after prompts of a few tokens. Returns tokens per round."""
     rng = np.random.default_rng(seed)
     options = CoTrainOptions(poll_seconds=3600, trial_rounds=50)
@@ -247,6 +247,7 @@ def test_it_begins_again_from_the_one_before(path: Path, weights: TargetWeights,
     assert folder.next_number() == 3
 
 
+@pytest.mark.slow
 def test_nothing_worse_is_published(path: Path, weights: TargetWeights, tmp_path: Path) -> None:
     """After a cycle that did harm, the next one begins with what is in use."""
     draft = draft_of("eagle3", path, weights, tmp_path)
@@ -355,7 +356,7 @@ while True:
     prompts = [rng.integers(3, 13, 3).tolist() for _ in range(8)]
     list(lt.generate(context, prompts, drafter, max_tokens=30, ignore_eos=True))
 """
-    pids = set()
+    pids: set[int] = set()
 
     def count(name: str) -> int:
         events = read_events(folder.log)
