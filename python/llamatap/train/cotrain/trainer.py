@@ -272,6 +272,7 @@ class DrafterTrainer:
             if must_stop():
                 raise _StopError
 
+        after_step()
         trainer.run(after_step)
         counts, after = trainer.take_counts(), trainer.measure()
         assert before is not None
