@@ -332,6 +332,20 @@ def join_states(parts: Sequence[States], dtype: np.dtype[Any] | None = None) -> 
     return States(array, tokens, last.layers, n_layer=n_layer, source=source)
 
 
+def take_rows(states: States, rows: Sequence[int], dtype: np.dtype[Any] | None = None) -> States:
+    """The states of some tokens, in the given order: a copy, with the provenance of their context alone.
+
+    :param rows: indices of rows.
+    :param dtype: the dtype to convert to; None keeps it.
+    """
+    array = states.array[list(rows)]
+    if dtype is not None:
+        array = array.astype(dtype, copy=False)
+    tokens = states.tokens[list(rows)]
+    array.flags.writeable = tokens.flags.writeable = False
+    return States(array, tokens, states.layers, n_layer=states._n_layer, source=states._source)
+
+
 def check_finite(states: States, otherwise: str = "") -> None:
     """Check that the states contain neither NaN nor infinity.
 

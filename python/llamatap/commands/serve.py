@@ -23,7 +23,13 @@ from llamatap.commands._arguments import (
 )
 from llamatap.context_options import ContextOptions
 from llamatap.errors import InvalidInputError
-from llamatap.serve.options import ConnectionOptions, ModelOptions, ServerOptions, VerifierOptions
+from llamatap.serve.options import (
+    ConnectionOptions,
+    ModelOptions,
+    ServedCoTraining,
+    ServerOptions,
+    VerifierOptions,
+)
 
 __all__ = ["add", "run"]
 
@@ -109,6 +115,26 @@ def _add_completions(group: argparse._ArgumentGroup) -> None:
         "--n-max",
         metavar="N",
         help="draft length in tokens, or auto (default: 8 with ngram, 64 with suffix, else 4)",
+    )
+    group.add_argument(
+        "--cotrain",
+        dest="cotrained",
+        action="append",
+        default=[],
+        metavar="[NAME=]FOLDER",
+        help="retrain the model's --drafter (EAGLE-3, MTP) on what it generates, in this folder",
+    )
+    group.add_argument(
+        "--cotrain-trainer",
+        choices=("on", "off"),
+        default="on",
+        help="start `llamatap cotrain`, which trains (default: on); off if you start it yourself",
+    )
+    group.add_argument(
+        "--cotrain-python",
+        type=Path,
+        metavar="PYTHON",
+        help="the Python that runs it, with PyTorch (default: this one)",
     )
     add_field(group, "--parallel", ModelOptions, "parallel", integers(1, 1024), "texts generated at once")
     group.add_argument(
@@ -251,29 +277,37 @@ def _models(arguments: argparse.Namespace) -> list[ModelOptions]:
         if name in paths:
             raise InvalidInputError(f"--model: {name!r} is given twice; give each its own NAME=")
         paths[name] = Path(path)
-    drafters = _drafters(arguments.drafters, list(paths))
+    drafters = _by_model("--drafter", arguments.drafters, list(paths))
+    cotrained = {
+        name: ServedCoTraining(
+            folder=Path(folder),
+            start_trainer=arguments.cotrain_trainer == "on",
+            python=arguments.cotrain_python,
+        )
+        for name, folder in _by_model("--cotrain", arguments.cotrained, list(paths)).items()
+    }
     if arguments.n_max is not None:
         arguments.n_max = draft_length(arguments.n_max)
     shared = given(ModelOptions, arguments) | {"context": _context_options(arguments)}
     return [
-        ModelOptions(name=name, path=path, drafter=drafters.get(name), **shared)
+        ModelOptions(name=name, path=path, drafter=drafters.get(name), cotrain=cotrained.get(name), **shared)
         for name, path in paths.items()
     ]
 
 
-def _drafters(items: list[str], models: list[str]) -> dict[str, str]:
-    """The drafters of ``--drafter``, by the names of their models."""
-    drafters: dict[str, str] = {}
+def _by_model(flag: str, items: list[str], models: list[str]) -> dict[str, str]:
+    """The values of a repeatable option, by the names of the models that they are for."""
+    values: dict[str, str] = {}
     for item in items:
-        name, equals, drafter = item.partition("=")
+        name, equals, value = item.partition("=")
         if not equals:
             if len(models) > 1:
-                raise InvalidInputError(f"--drafter {item}: for which model? give NAME={item}")
-            name, drafter = models[0], item
+                raise InvalidInputError(f"{flag} {item}: for which model? give NAME={item}")
+            name, value = models[0], item
         if name not in models:
-            raise InvalidInputError(f"--drafter: there is no model {name!r}; there are {', '.join(models)}")
-        drafters[name] = drafter
-    return drafters
+            raise InvalidInputError(f"{flag}: there is no model {name!r}; there are {', '.join(models)}")
+        values[name] = value
+    return values
 
 
 def _context_options(arguments: argparse.Namespace) -> dict[str, Any]:

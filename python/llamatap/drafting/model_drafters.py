@@ -263,8 +263,9 @@ def load_drafter(
 
 
 def draft_contexts(drafter: Drafter) -> list[SpeculativeContext]:
-    """The draft contexts of a drafter, or of all drafters in a chain."""
-    return [one.spec for one in members(drafter) if isinstance(one, SpeculativeDrafter)]
+    """The draft contexts of a drafter, or of all drafters in a chain: what they have as ``spec``."""
+    found = (getattr(one, "spec", None) for one in members(drafter))
+    return [spec for spec in found if isinstance(spec, SpeculativeContext)]
 
 
 def named_drafter(

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from llamatap.serve.options import ModelOptions, ServerOptions, VerifierOptions
+from llamatap.serve.options import ModelOptions, ServedCoTraining, ServerOptions, VerifierOptions
 
 if TYPE_CHECKING:
     from llamatap.serve.app import create_app
 
-__all__ = ["ModelOptions", "ServerOptions", "VerifierOptions", "create_app"]
+__all__ = ["ModelOptions", "ServedCoTraining", "ServerOptions", "VerifierOptions", "create_app"]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,21 @@ from llamatap.context_options import ContextOptions
 from llamatap.errors import InvalidInputError
 from llamatap.layers import LayerId
 
-__all__ = ["ConnectionOptions", "ModelOptions", "ServerOptions", "VerifierOptions"]
+__all__ = ["ConnectionOptions", "ModelOptions", "ServedCoTraining", "ServerOptions", "VerifierOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedCoTraining:
+    """Co-training of a served model's drafter (:class:`llamatap.train.CoTrainer`).
+
+    :ivar folder: its folder; no other server may use it meanwhile.
+    :ivar start_trainer: whether the server starts ``llamatap cotrain``.
+    :ivar python: the Python that runs it, one with PyTorch; None for the server's own.
+    """
+
+    folder: Path
+    start_trainer: bool = True
+    python: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +45,7 @@ class ModelOptions:
     :ivar drafter: "ngram", "suffix" (one cache for all texts), "mtp" (the model's own blocks) or a drafter
         file; None for no drafter.
     :ivar n_max: draft length in tokens; None for the drafter's default.
+    :ivar cotrain: retrain the drafter, an EAGLE-3 or MTP file, on the model's own texts; None does not.
     """
 
     name: str
@@ -42,8 +57,13 @@ class ModelOptions:
     parallel: int = 8
     drafter: str | None = None
     n_max: int | Literal["auto"] | None = None
+    cotrain: ServedCoTraining | None = None
 
     def __post_init__(self) -> None:
+        if self.cotrain is not None and self.drafter in (None, "ngram", "suffix", "mtp"):
+            raise InvalidInputError(
+                f"co-training needs a drafter with a file, EAGLE-3 or MTP; found {self.drafter or 'none'}"
+            )
         integer("n_ctx", self.n_ctx, 0)
         integer("parallel", self.parallel, 1, 1024)
         if 0 < self.n_ctx < self.parallel:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -216,7 +216,7 @@ def test_no_more_is_drafted_than_can_be_taken_back(n_rs_seq: int, clock: Clock, 
             # Drafts that are right, so that long ones pay.
             texts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, expected, strict=True)]
 
-            def right(tokens: list[int], n: int) -> list[int]:
+            def right(tokens: Sequence[int], n: int) -> list[int]:
                 text = next(one for one in texts if one[: len(tokens)] == list(tokens))
                 return text[len(tokens) : len(tokens) + n]
 

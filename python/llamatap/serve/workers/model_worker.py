@@ -29,6 +29,7 @@ from llamatap.serve.workers.limits import LengthLimits
 from llamatap.serve.workers.tasks import ExtractionTask, GenerationTask
 from llamatap.serve.workers.text_generator import TextGenerator
 from llamatap.states import States
+from llamatap.train.cotrain.cotrainer import CoTrainer
 
 __all__ = ["ModelWorker"]
 
@@ -58,12 +59,14 @@ class ModelWorker:
             load_mtp=options.drafter == "mtp",
         )
         self.limits = LengthLimits(self.model, options)
+        self.cotrainer: CoTrainer | None = None
         try:
-            session = try_contexts(self.model, options, self.limits.n_ctx)
+            self.cotrainer = _cotrainer(self.model, options)
+            session = try_contexts(self.model, options, self.limits.n_ctx, self.cotrainer)
         except Error as error:
-            self.model.close()
+            self._close_models()
             raise type(error)(f"{options.path.name} cannot be served: {error}") from error
-        make_session = functools.partial(new_session, self.model, options, self.limits.n_ctx)
+        make_session = functools.partial(new_session, self.model, options, self.limits.n_ctx, self.cotrainer)
         self.extractor = BatchExtractor(self.name, self.model, options.context, metrics)
         self.generator = TextGenerator(self.name, make_session, metrics, session)
         self._admission = Admission(self.name, max_queue)
@@ -85,6 +88,11 @@ class ModelWorker:
             self._thread.join()
         self.generator.close()
         self.extractor.close()
+        self._close_models()
+
+    def _close_models(self) -> None:
+        if self.cotrainer is not None:
+            self.cotrainer.close()
         self.model.close()
 
     @property
@@ -106,6 +114,8 @@ class ModelWorker:
         except UnsupportedError as error:
             states = f"no hidden states: {error}"
         drafter = "" if options.drafter is None else f"; drafter {options.drafter}"
+        if options.cotrain is not None:
+            drafter += f", retrained in {options.cotrain.folder}"
         return (
             f"{self.name}: {model.arch}, {model.file_type}; {states}; {options.parallel} texts at once, of "
             f"at "
@@ -212,3 +222,18 @@ class ModelWorker:
         started = time.perf_counter()
         n_done = self.extractor.turn() + self.generator.turn()
         self._admission.note(time.perf_counter() - started, n_done)
+
+
+def _cotrainer(model: Model, options: ModelOptions) -> CoTrainer | None:
+    """The co-trainer of the model's drafter; None if it is not retrained."""
+    chosen = options.cotrain
+    if chosen is None or options.drafter is None:
+        return None
+    return CoTrainer(
+        model,
+        chosen.folder,
+        options.drafter,
+        start_trainer=chosen.start_trainer,
+        python=chosen.python,
+        n_gpu_layers=options.n_gpu_layers,
+    )

@@ -6,8 +6,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,13 +32,13 @@ from llamatap.train.drafters.card import drafter_card
 from llamatap.train.drafters.engine_acceptance import measure_in_engine
 from llamatap.train.drafters.head_checkpoints import write_head
 from llamatap.train.drafters.heads import DraftHead, Eagle3Head, MtpHead
-from llamatap.train.drafters.multi_step_loss import StepCounts
 from llamatap.train.drafters.options import HEADS, HeadKind, HeadTrainingOptions
 from llamatap.train.drafters.sample_split import draft_vocabulary, prompt_of, split_by_prompt, token_counts
 from llamatap.train.drafters.sample_tensors import SampleTensors
 from llamatap.train.drafters.state_sources import capture_states, is_state_folder, read_texts, stored_states
+from llamatap.train.drafters.stop_signals import StopSignals
 from llamatap.train.drafters.target_weights import TargetWeights
-from llamatap.train.drafters.trainer import HeadTrainer, is_bfloat16, read_state
+from llamatap.train.drafters.trainer import HeadTrainer, device_of, is_bfloat16, read_state
 from llamatap.train.drafters.training_log import TrainingLog
 
 with needs("train", "training drafters"):
@@ -176,7 +174,7 @@ class _Run:
         self.skipped: dict[int, str] = {}
         self.context = {} if n_threads is None else {"n_threads": n_threads}
         self.progress: Stage = (lambda *_: None) if progress is None else progress
-        self.device = _device(options.device)
+        self.device = device_of(options.device)
 
     def __call__(self, n_gpu_layers: int, command: Sequence[str]) -> TrainedHead:
         options, state = self.options, self.folder / "state.pt"
@@ -229,7 +227,7 @@ class _Run:
                     saved = time.monotonic()
                 self.progress("training", trainer.progress, 1.0, self._figures(trainer))
 
-            with _StopSignals() as stop:
+            with StopSignals() as stop:
                 trainer.run(after_step)
             trainer.save(state, fingerprint)
             self._measure(trainer)
@@ -354,9 +352,9 @@ class _Run:
                 return
             entry["training"] = None
         else:
-            entry["training"] = _by_step(counts)
+            entry["training"] = counts.figures()
         held_out = trainer.measure()
-        entry["held_out"] = None if held_out is None else _by_step(held_out)
+        entry["held_out"] = None if held_out is None else held_out.figures()
         if self.prompts:
             found = measure_in_engine(
                 self.model,
@@ -437,54 +435,3 @@ class _Run:
             facts["GPU"] = torch.cuda.get_device_name(self.device)
         licence = self.model.metadata.get("general.license")
         return facts | ({"licence of the target": str(licence)} if licence else {})
-
-
-def _by_step(counts: StepCounts) -> dict[str, Any]:
-    predicted = counts.predicted.clamp(min=1)
-    return {
-        "loss": [round(x, 4) for x in (counts.loss / predicted).tolist()],
-        "by_position": [round(x, 4) for x in (counts.accepted / counts.drafted.clamp(min=1)).tolist()],
-        "tokens_per_round": round(counts.tokens_per_round, 4),
-        "tokens": int(counts.predicted[0]),
-    }
-
-
-def _device(name: str | None) -> torch.device:
-    """PyTorch's device of that name; a GPU, if there is one, without a name.
-
-    :raises InvalidInputError: there is no such device.
-    """
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, dtype=torch.float64, device=device)
-    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
-        first = str(error).splitlines()[0]
-        raise InvalidInputError(f"device {name!r} cannot be used: {first}. Give cpu, or cuda") from None
-    return device
-
-
-class _StopSignals:
-    """SIGINT and SIGTERM set a flag in this block, so that a step is never cut; a second one ends at once.
-
-    :ivar requested: whether one came. Only the main thread gets signals.
-    """
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> _StopSignals:
-        if threading.current_thread() is threading.main_thread():
-            for one in (signal.SIGINT, signal.SIGTERM):
-                self._before[one] = signal.signal(one, self._stop)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for one, handler in self._before.items():
-            signal.signal(one, handler)
-
-    def _stop(self, number: int, frame: object) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True

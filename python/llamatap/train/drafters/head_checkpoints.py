@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamatap._extras import needs
-from llamatap.convert.checkpoint_files import write_checkpoint
+from llamatap.convert.checkpoint_files import read_checkpoint, write_checkpoint
 from llamatap.convert.eagle3_config import Eagle3Shape, speculators_config
-from llamatap.convert.mtp_block import MtpConfig, write_mtp
+from llamatap.convert.mtp_block import MtpConfig, is_mtp_file, read_mtp, write_mtp
 from llamatap.convert.rope import Rope
+from llamatap.errors import InvalidInputError, UnsupportedError
 from llamatap.states import DTYPES
 from llamatap.train.drafters.heads import DraftHead, Eagle3Head, MtpHead
 from llamatap.train.drafters.target_weights import TargetWeights
@@ -20,7 +24,7 @@ from llamatap.train.drafters.target_weights import TargetWeights
 with needs("train", "training drafters"):
     import torch
 
-__all__ = ["write_head"]
+__all__ = ["read_head", "write_head"]
 
 #: Names of tensors in checkpoints, by their names in a head.
 _BLOCK = {
@@ -39,26 +43,103 @@ def write_head(path: Path, head: DraftHead, target: TargetWeights, *, dtype: str
     :returns: ``path``.
     :raises OSError: it cannot be written.
     """
-    found = {name: _array(tensor, dtype) for name, tensor in head.state_dict().items()}
-    weights = {
-        _BLOCK.get(name.removesuffix(".weight"), name.removesuffix(".weight")): values
-        for name, values in found.items()
-        if not name.startswith("target_norm")
-    }
+    state = head.state_dict()
+    tensors = {other: _array(state[name], dtype) for name, other in _names(head).items()}
     if isinstance(head, MtpHead):
-        tensors = {
-            f"{'shared_head.norm' if name == 'norm' else name}.weight": one for name, one in weights.items()
-        }
         return write_mtp(path, tensors, _mtp_config(head, target))
     assert isinstance(head, Eagle3Head)
-    block = {"hidden_norm", *_BLOCK.values()}
-    tensors = {f"{'layers.0.' if name in block else ''}{name}.weight": one for name, one in weights.items()}
     if head.draft_tokens is not None:
         tokens = head.draft_tokens.cpu().numpy()
         tensors["d2t"] = tokens - np.arange(len(tokens))
         tensors["t2d"] = np.isin(np.arange(target.n_vocab), tokens)
     write_checkpoint(path, _eagle3_config(head, target), tensors)
     return path
+
+
+def read_head(path: Path, target: TargetWeights) -> DraftHead:
+    """Read a head, to train it further: what :func:`write_head` wrote, or ``llamatap convert`` from a draft.
+
+    :param path: an EAGLE-3 checkpoint in the format of speculators, whose token embedding is taken to be the
+        target's; or an ``mtp.safetensors``.
+    :returns: the head, in float32.
+    :raises UnsupportedError: it computes something else than the heads that are trained here.
+    :raises InvalidInputError: it is for another target, or lacks a tensor.
+    :raises ModelNotFoundError: there is no such file.
+    :raises ModelLoadError: it cannot be read.
+    """
+    head: DraftHead
+    if is_mtp_file(path):
+        block = read_mtp(path)
+        tensors: Mapping[str, NDArray[Any]] = block.tensors
+        head = MtpHead(target, block.config.intermediate_size)
+        expected = _mtp_config(head, target)
+        _compare(path, dataclasses.asdict(block.config), dataclasses.asdict(expected))
+    else:
+        found = read_checkpoint(path)
+        tensors, config = found.tensors, found.config
+        layers = config.get("eagle_aux_hidden_state_layer_ids")
+        gate = tensors.get("layers.0.mlp.gate_proj.weight")
+        if config.get("speculators_model_type") != "eagle3" or not layers or gate is None:
+            raise InvalidInputError(
+                f"{path} is no EAGLE-3 checkpoint in the format of speculators that names its layers; "
+                "make one with `llamatap convert --to speculators`"
+            )
+        d2t = tensors.get("d2t")
+        tokens = None if d2t is None else np.asarray(d2t, np.int64) + np.arange(len(d2t))
+        head = Eagle3Head(target, [int(one) for one in layers], tokens, int(gate.shape[0]))
+        _compare(path, config, _eagle3_config(head, target))
+    state = head.state_dict()
+    for name, other in _names(head).items():
+        values = tensors.get(other)
+        if values is None or values.shape != tuple(state[name].shape):
+            what = "is missing" if values is None else f"has the shape {list(values.shape)}"
+            raise InvalidInputError(f"{path}: {other} {what}; expected {list(state[name].shape)}")
+        state[name] = torch.from_numpy(np.array(values, np.float32))
+    head.load_state_dict(state)
+    return head
+
+
+#: Settings of a checkpoint that the heads here share with their target, or do not have.
+_SHARED = (
+    *("norm_before_residual", "norm_before_fc", "hidden_size", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps", "rope_scaling"),
+)
+
+
+def _compare(path: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Compare the settings of a checkpoint with those of the head that would be trained.
+
+    :raises UnsupportedError: one differs.
+    """
+    inner = "transformer_layer_config"
+    ours = {**expected, **expected.get(inner, {})}
+    theirs = {**found, **found.get(inner, {})}
+    for name in _SHARED:
+        a, b = theirs.get(name), ours.get(name)
+        if isinstance(b, float) and isinstance(a, (int, float)):
+            same = math.isclose(a, b, rel_tol=1e-4)
+        else:
+            same = (a or None) == (b or None)
+        if not same:
+            raise UnsupportedError(
+                f"{path} has {name} {a!r}; heads are trained with the target's, {b!r}, alone"
+            )
+
+
+def _names(head: DraftHead) -> dict[str, str]:
+    """Names of a head's tensors in checkpoints, by their names in its state."""
+    block = {"hidden_norm", *_BLOCK.values()}
+    found = {}
+    for name in head.state_dict():
+        if name.startswith("target_norm"):
+            continue
+        other = _BLOCK.get(name.removesuffix(".weight"), name.removesuffix(".weight"))
+        if isinstance(head, MtpHead):
+            other = "shared_head.norm" if other == "norm" else other
+        elif other in block:
+            other = f"layers.0.{other}"
+        found[name] = f"{other}.weight"
+    return found
 
 
 def _array(tensor: torch.Tensor, dtype: str) -> NDArray[Any]:

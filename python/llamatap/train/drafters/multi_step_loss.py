@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from llamatap._extras import needs
 from llamatap.train.drafters.draft_block import StepCache
@@ -65,6 +66,16 @@ class StepCounts:
         """1 and the share of accepted tokens of each step: what greedy drafting gives on these texts, if the
         target continues as they do, and if a draft is as likely to begin at one token as at another."""
         return 1 + float((self.accepted / self.drafted.clamp(min=1)).sum())
+
+    def figures(self) -> dict[str, Any]:
+        """Loss (nats) and acceptance by step, tokens per round and predicted tokens, as JSON values."""
+        predicted = self.predicted.clamp(min=1)
+        return {
+            "loss": [round(x, 4) for x in (self.loss / predicted).tolist()],
+            "by_position": [round(x, 4) for x in (self.accepted / self.drafted.clamp(min=1)).tolist()],
+            "tokens_per_round": round(self.tokens_per_round, 4),
+            "tokens": int(self.predicted[0]),
+        }
 
 
 def multi_step_loss(

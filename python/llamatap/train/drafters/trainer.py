@@ -22,10 +22,25 @@ with needs("train", "training drafters"):
     import torch
     from torch import Tensor
 
-__all__ = ["HeadTrainer", "is_bfloat16", "read_state"]
+__all__ = ["HeadTrainer", "device_of", "is_bfloat16", "read_state"]
 
 # The learning rate at the end, relative to its highest value.
 _LAST_RATE = 0.02
+
+
+def device_of(name: str | None) -> torch.device:
+    """PyTorch's device of that name; a GPU, if there is one, without a name.
+
+    :raises InvalidInputError: there is no such device.
+    """
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, dtype=torch.float64, device=device)
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        first = str(error).splitlines()[0]
+        raise InvalidInputError(f"device {name!r} cannot be used: {first}. Give cpu, or cuda") from None
+    return device
 
 
 def is_bfloat16(options: HeadTrainingOptions, device: torch.device) -> bool:

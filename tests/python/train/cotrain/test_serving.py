@@ -1,0 +1,407 @@
+"""The serving side of co-training: samples, new drafts between two rounds, going back, refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.cotraining import F, Files, publish, serving, write_files
+from support.generation import EXACT, ragged
+from support.numerics import relative
+from support.tiny import TinyLlama
+from support.tiny_models import drafters
+from support.tiny_models.rigged import write_rigged_model, wrong_at
+
+import llamatap as lt
+from llamatap.connectors.files import FileConnector
+from llamatap.train import CoTrainer, CoTrainOptions
+from llamatap.train.cotrain.folder import CoTrainFolder
+from llamatap.train.cotrain.sample_writer import sample_numbers
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return write_files(tmp_path_factory.mktemp("files"))
+
+
+def test_samples_are_the_texts_and_their_states(tmp_path: Path) -> None:
+    """In chunks of prompts, beside others, with drafts that are rejected."""
+    target = TinyLlama().write(tmp_path / "target.gguf")
+    draft = drafters.write_eagle3(tmp_path / "draft.gguf")
+    sizes: dict[str, Any] = {"n_ctx": 1024, "n_ubatch": 16, "n_batch": 32, "n_seq_max": 3, **EXACT}
+    with (
+        lt.Model(target) as model,
+        model.context(**sizes) as context,
+        CoTrainer(
+            model, tmp_path / "f", draft, CoTrainOptions(poll_seconds=3600), start_trainer=False
+        ) as cotrainer,
+    ):
+        drafter = cotrainer.drafter(context, n_max=3)
+        prompts = ragged(np.random.default_rng(1), model.n_vocab, (70, 1, 9, 33, 5))
+        texts = list(lt.generate(context, prompts, drafter, max_tokens=20, ignore_eos=True))
+        assert sum(one.stats.accepted for one in texts) < sum(one.stats.drafted for one in texts)
+        assert cotrainer.flush()
+        assert cotrainer.dropped == {}
+        reader = FileConnector(cotrainer.folder.samples)
+        found = {}
+        for number in sample_numbers(cotrainer.folder.samples):
+            sample = reader.get_cached(number)
+            assert sample is not None
+            found[len(sample["token_ids"]) - 19] = sample
+        with lt.Extractor(model, **EXACT) as extract:
+            for text in texts:
+                sample = found.pop(len(text.prompt))
+                # The last token has no state: no pass has seen it.
+                tokens = [*text.prompt.tolist(), *text.tokens.tolist()[:-1]]
+                assert sample["token_ids"].tolist() == tokens
+                assert sample["loss_mask"].tolist() == [0.0] * len(text.prompt) + [1.0] * 19
+                assert sample["hidden_states"].dtype.name == "bfloat16"
+                expected = extract(tokens, list(drafter.target_layers)).array
+                assert drafter.target_layers[-1] == model.n_layer
+                got = sample["hidden_states"].astype(np.float32)
+                assert max(relative(a, b) for a, b in zip(got, expected, strict=True)) < 4e-3
+        assert not found
+        drafter.close()
+
+
+def test_a_new_draft_comes_between_two_rounds(files: Files, tmp_path: Path) -> None:
+    """Texts in flight stay with the old draft, new ones get the new one; all of them are the target's own."""
+    with serving(files, tmp_path) as one:
+        before = one.generate(8)
+        publish(one.folder, 1, files.drafts["right"])
+        long = one.add(5, 200)
+        for _ in range(10):
+            one.session.step()
+        one.cotrainer.look()
+        assert one.cotrainer.in_use == 0
+        for i in range(3):
+            one.add(i)
+        found = {text.index: text for text in one.finish()}
+        assert one.cotrainer.in_use == 1
+        old, new = found.pop(long).stats, [text.stats for text in found.values()]
+        assert all(stats.accepted == stats.drafted > 0 for stats in new)
+        # As before, and to its end.
+        assert old.drafted > 150
+        shares = [text.stats.accepted / text.stats.drafted for text in before]
+        assert 0.3 < old.accepted / old.drafted < 0.9
+        assert min(shares) < 0.9
+        assert [event["draft"] for event in one.events("swapped")] == [1]
+        side = one.folder.serving_side()
+        assert side is not None
+        assert (side.in_use, side.before) == (1, 0)
+        one.generate(12)
+        one.cotrainer.look()
+        assert [event["draft"] for event in one.events("kept")] == [1]
+        assert one.folder.refused() == set()
+
+
+def test_it_goes_back_when_tokens_per_round_fall(files: Files, tmp_path: Path) -> None:
+    with serving(files, tmp_path, "right") as one:
+        one.generate(8)
+        publish(one.folder, 1, files.drafts["wrong"])
+        one.cotrainer.look()
+        one.generate(1, 8)
+        assert one.cotrainer.in_use == 1
+        # Two rounds of a trial of 20 decide nothing.
+        assert one.cotrainer.trial is not None
+        one.generate(4)
+        one.cotrainer.look()
+        found = one.generate(4)
+        assert one.cotrainer.in_use == 0
+        assert all(text.stats.accepted == text.stats.drafted > 0 for text in found)
+        (event,) = one.events("went back")
+        assert (event["draft"], event["to"], event["tokens_per_round"]) == (1, 0, 1.0)
+        assert event["before"] > 2.5
+        assert one.folder.refused() == {1}
+        # Neither that one again, nor one that was trained from it.
+        publish(one.folder, 2, files.drafts["wrong"], base=1)
+        one.generate(12)
+        one.cotrainer.look()
+        one.generate(4)
+        assert one.cotrainer.in_use == 0
+        publish(one.folder, 3, files.drafts["right"], base=0)
+        one.cotrainer.look()
+        one.generate(4)
+        assert one.cotrainer.in_use == 3
+
+
+def test_two_draft_contexts_at_most(files: Files, tmp_path: Path) -> None:
+    """A text that outlives two drafts goes on without."""
+    with serving(files, tmp_path) as one:
+        one.generate(8)
+        long = one.add(5, 400)
+        for _ in range(4):
+            one.session.step()
+        first = one.drafter.spec
+        for number in (1, 2):
+            assert not first.closed
+            publish(one.folder, number, files.drafts["right"], base=number - 1)
+            one.cotrainer.look()
+            for i in range(3):
+                one.add(i)
+            while one.session.pending > 1:
+                one.session.step()
+            assert one.cotrainer.in_use == number
+            for _ in range(3):
+                for i in range(3):
+                    one.add(i)
+                while one.session.pending > 1:
+                    one.session.step()
+            one.cotrainer.look()
+        assert first.closed
+        (text,) = one.finish()
+        assert text.index == long
+        assert 0 < text.stats.drafted < 300
+        assert len(one.events("swapped")) == 2
+
+
+def truncated(source: Path, target: Path) -> None:
+    target.write_bytes(source.read_bytes()[:-100])
+
+
+def no_gguf(source: Path, target: Path) -> None:
+    target.write_bytes(b"not GGUF")
+
+
+@pytest.mark.parametrize("spoil", [truncated, no_gguf])
+@pytest.mark.parametrize("when", ["before it is published", "afterwards"])
+def test_a_broken_file_is_refused(
+    spoil: Callable[[Path, Path], None], when: str, files: Files, tmp_path: Path
+) -> None:
+    with serving(files, tmp_path) as one:
+        one.generate(8)
+        path = one.folder.draft(1)
+        if when == "afterwards":
+            publish(one.folder, 1, files.drafts["right"])
+            spoil(files.drafts["right"], path)
+        else:
+            spoil(files.drafts["right"], path)
+            one.folder.publish(1, 0, 2.0, 1.5)
+        one.cotrainer.look()
+        one.generate(4)
+        one.cotrainer.look()
+        assert one.cotrainer.in_use == 0
+        (event,) = one.events("refused")
+        assert event["draft"] == 1
+        expected = "not the one that was published" if when == "afterwards" else "1.gguf"
+        assert expected in event["reason"]
+        assert one.folder.refused() == {1}
+        assert one.events("swapped") == []
+
+
+def test_a_draft_of_another_shape_is_refused(files: Files, tmp_path: Path) -> None:
+    wide = drafters.write_eagle3(tmp_path / "wide.gguf")
+    for number, (source, reason) in enumerate(
+        (
+            (files.drafts["other layers"], "on the layers [1, 2, 3], found eagle3 on [0, 1, 2]"),
+            (files.target, "expected a draft of kind eagle3"),
+            (wide, "vocab"),
+        ),
+        1,
+    ):
+        with serving(files, tmp_path / f"f{number}") as one:
+            one.generate(8)
+            publish(one.folder, 1, source)
+            one.cotrainer.look()
+            one.generate(4)
+            assert one.cotrainer.in_use == 0
+            (event,) = one.events("refused")
+            assert reason in event["reason"], event
+            # And the next one is taken.
+            publish(one.folder, 2, files.drafts["right"])
+            one.cotrainer.look()
+            one.generate(4)
+            assert one.cotrainer.in_use == 2
+
+
+def test_samples_are_bounded_in_bytes(files: Files, tmp_path: Path) -> None:
+    """The oldest make room, those of an earlier process too."""
+    limit = 100_000
+    total = 0
+    for _ in range(2):
+        with serving(files, tmp_path, max_bytes=limit) as one:
+            for _ in range(4):
+                one.generate(4)
+                assert one.cotrainer.flush()
+                sizes = [path.stat().st_size for path in one.folder.samples.iterdir()]
+                assert 0.7 * limit < sum(sizes) <= limit or total == 0
+                total += 4
+            assert one.cotrainer.dropped["oldest"] > 0
+            numbers = sample_numbers(one.folder.samples)
+            assert numbers == list(range(total - len(numbers), total))
+
+
+def test_a_slow_disk_blocks_no_request(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    put = FileConnector.put
+
+    def waiting(*arguments: Any, **options: Any) -> Any:
+        assert gate.wait(60)
+        return put(*arguments, **options)
+
+    monkeypatch.setattr(FileConnector, "put", waiting)
+    with serving(files, tmp_path, queue_bytes=40_000) as one:
+        try:
+            assert len(one.generate(12)) == 12
+            # One is being written, some wait.
+            dropped = one.cotrainer.dropped
+            assert list(dropped) == ["queue full"]
+            assert 4 < dropped["queue full"] < 11
+        finally:
+            gate.set()
+        assert one.cotrainer.flush()
+        assert len(sample_numbers(one.folder.samples)) == 12 - dropped["queue full"]
+
+
+def test_a_full_disk_ends_nothing(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any, **options: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FileConnector, "put", full)
+    with serving(files, tmp_path) as one:
+        assert len(one.generate(3)) == 3
+        assert one.cotrainer.flush()
+        assert one.cotrainer.dropped == {"no room on the disk": 3}
+
+
+def test_bounds_of_a_text(files: Files, tmp_path: Path) -> None:
+    with serving(files, tmp_path, max_length=10) as one:
+        one.generate(1)
+        one.session.add([5] * 12, max_tokens=8)
+        one.finish()
+        assert one.cotrainer.flush()
+        assert one.cotrainer.dropped == {"nothing generated": 1}
+        sample = FileConnector(one.folder.samples).get_cached(0)
+        assert sample is not None
+        assert sample["loss_mask"].tolist() == [0.0] * 3 + [1.0] * 7
+    with serving(files, tmp_path / "share", share=0.5) as one:
+        one.generate(40, 4)
+        assert one.cotrainer.flush()
+        assert 10 < len(sample_numbers(one.folder.samples)) < 30
+
+
+def test_a_folder_is_of_one_server_and_one_target(files: Files, tmp_path: Path) -> None:
+    with serving(files, tmp_path / "f") as one:
+        with (
+            pytest.raises(lt.InvalidInputError, match="another process serves with"),
+            serving(files, tmp_path / "f"),
+        ):
+            pass
+        one.generate(1)
+    other = write_rigged_model(tmp_path / "other.gguf", wrong_at(F, [9]))
+    with (
+        pytest.raises(lt.InvalidInputError, match=r"belongs to another target, target\.gguf"),
+        serving(Files(other, files.drafts), tmp_path / "f"),
+    ):
+        pass
+    with (
+        pytest.raises(lt.InvalidInputError, match=r"on the layers \[1, 2, 3, 4\], this is eagle3 on \[0, 1"),
+        serving(files, tmp_path / "f", "other layers"),
+    ):
+        pass
+    with (
+        pytest.raises(lt.InvalidInputError, match="co-training is for EAGLE-3 and MTP"),
+        serving(Files(files.target, {"fair": files.target}), tmp_path / "g"),
+    ):
+        pass
+    # Nothing of it is left behind.
+    with serving(files, tmp_path / "f"), serving(files, tmp_path / "g"):
+        pass
+
+
+def test_started_again_it_uses_the_newest_draft(files: Files, tmp_path: Path) -> None:
+    with serving(files, tmp_path) as one:
+        one.generate(8)
+        publish(one.folder, 1, files.drafts["right"])
+        one.cotrainer.look()
+        one.generate(4)
+        assert one.cotrainer.in_use == 1
+    with serving(files, tmp_path) as one:
+        assert one.cotrainer.in_use == 1
+        assert all(text.stats.accepted == text.stats.drafted for text in one.generate(4))
+    one.folder.draft(1).write_bytes(b"")
+    with serving(files, tmp_path) as one:
+        assert one.cotrainer.in_use == 0
+        one.generate(4)
+
+
+def test_several_contexts_share_the_drafts(files: Files, tmp_path: Path) -> None:
+    with serving(files, tmp_path) as one, one.cotrainer._model.context(n_ctx=256, **EXACT) as context:
+        other = one.cotrainer.drafter(context, n_max=3)
+        one.generate(8)
+        publish(one.folder, 1, files.drafts["right"])
+        one.cotrainer.look()
+        one.generate(4)
+        assert (one.drafter.number, other.number, one.cotrainer.in_use) == (1, 0, 1)
+        (text,) = lt.generate(context, [3, 4], other, max_tokens=20, ignore_eos=True)
+        assert other.number == 1
+        assert text.stats.accepted == text.stats.drafted > 0
+        assert len(one.events("swapped")) == 1
+        other.close()
+
+
+def test_a_session_that_is_gone_leaves_its_offer(files: Files, tmp_path: Path) -> None:
+    with serving(files, tmp_path) as one:
+        one.generate(8)
+        publish(one.folder, 1, files.drafts["right"])
+        one.cotrainer.look()
+        one.session.close()
+        one.drafter.close()
+        drafter = one.cotrainer.drafter(one.context, n_max=3)
+        with lt.Session(one.context, drafter) as one.session:
+            one.cotrainer.look()
+            one.generate(4)
+            assert one.cotrainer.in_use == 1
+        drafter.close()
+
+
+def test_what_a_killed_server_left(files: Files, tmp_path: Path) -> None:
+    folder = CoTrainFolder(tmp_path)
+    for leftover in (folder.samples / ".hs_3.safetensors.0a1b2c3d", tmp_path / ".serving.json.0a1b2c3d"):
+        leftover.mkdir()
+    with serving(files, tmp_path) as one:
+        one.generate(2)
+        assert one.cotrainer.flush()
+        assert sorted(path.name for path in folder.samples.iterdir()) == [
+            "hs_0.safetensors",
+            "hs_1.safetensors",
+        ]
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"share": 0},
+        {"share": 1.5},
+        {"share": float("nan")},
+        {"max_bytes": 0},
+        {"margin": -1},
+        {"poll_seconds": 0},
+        {"trial_rounds": 0},
+        {"max_length": 1},
+    ],
+    ids=str,
+)
+def test_options(changes: dict[str, Any]) -> None:
+    with pytest.raises(lt.InvalidInputError, match=next(iter(changes))):
+        CoTrainOptions(**changes)
+
+
+def test_the_serving_side_needs_no_pytorch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import llamatap.serve.workers.model_worker\n"
+        "from llamatap.train import CoTrainer\n"
+        "from llamatap.__main__ import main\n"
+        "main(['cotrain', '--help'])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert "The trainer of co-training" in found.stdout
