@@ -22,6 +22,7 @@
 #include "engine/error.hpp"
 #include "engine/model/model.hpp"
 #include "engine/polling.hpp"
+#include "engine/private/engine_context.hpp"
 
 namespace llamatap {
 
@@ -139,6 +140,7 @@ class Context {
   DecodeObserver* observer_ = nullptr;
   std::exception_ptr observer_error_;
   bool stopped_ = false;  // the rest of the graph is not needed
+  internals::HiddenLogits hidden_logits_;
   std::atomic<bool>* interrupt_ = nullptr;
   std::vector<int32_t> hooked_layers_;
   // Written by the thread that uses the context, read by any thread.

@@ -231,6 +231,7 @@ int32_t Context::call_engine(const llama_batch& batch, bool encode, bool nodes) 
     broken_ = true;
     throw;
   }
+  internals::show_logits(hidden_logits_);
   // Reports errors of asynchronous back ends before results are read.
   llama_synchronize(context_.get());
   const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - started;
@@ -285,6 +286,7 @@ bool Context::visit_node(const ggml_tensor* node, bool ask) {
   if (observer_ == nullptr) return false;
   if (ask) return observer_->wants(node);
   stopped_ = !observer_->computed(node) && can_stop();
+  if (stopped_) internals::hide_logits(context_.get(), hidden_logits_);
   return !stopped_;
 }
 

@@ -4,6 +4,7 @@
 #include <llama.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "engine/private/caches.hpp"
 #include "ggml-impl.h"
@@ -75,6 +76,17 @@ std::optional<Graph> reserve_graph(llama_context* context, uint32_t n_tokens, ui
 }
 
 Graph computed_graph(llama_context* context) { return graph_of(*computed_result(*context)); }
+
+void hide_logits(llama_context* context, HiddenLogits& hidden) {
+  auto* graph = computed_result(*context);
+  if (graph->t_logits != nullptr) hidden = {graph, std::exchange(graph->t_logits, nullptr)};
+}
+
+void show_logits(HiddenLogits& hidden) {
+  // A graph that was built anew since has logits of its own.
+  if (hidden.graph != nullptr && hidden.graph->t_logits == nullptr) hidden.graph->t_logits = hidden.logits;
+  hidden = {};
+}
 
 int32_t use_count(const ggml_cgraph* graph, const ggml_tensor* tensor) {
   const size_t slot = ggml_hash_find(&graph->visited_hash_set, tensor);

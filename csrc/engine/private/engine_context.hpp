@@ -8,6 +8,7 @@
 struct ggml_cgraph;
 struct ggml_tensor;
 struct llama_context;
+class llm_graph_result;
 
 /// Settings, graphs and hooks of an engine context.
 namespace llamatap::internals {
@@ -42,6 +43,19 @@ std::optional<Graph> reserve_graph(llama_context* context, uint32_t n_tokens, ui
 
 /// The graph that the context is computing; call it from the graph callback.
 Graph computed_graph(llama_context* context);
+
+/// The logits of a graph that stopped before it computed them.
+struct HiddenLogits {
+  llm_graph_result* graph = nullptr;
+  ggml_tensor* logits = nullptr;
+};
+
+/// Hides the logits of the graph that the context is computing, which the engine would copy to the host (for
+/// each output as many floats as the vocabulary has entries); call it from the graph callback. Nothing is
+/// hidden where there are none, or where they are hidden already.
+void hide_logits(llama_context* context, HiddenLogits& hidden);
+/// Undoes it: the engine may use the graph again, for a decode with logits.
+void show_logits(HiddenLogits& hidden);
 
 /// Number of reads of `tensor` by nodes of the graph.
 int32_t use_count(const ggml_cgraph* graph, const ggml_tensor* tensor);

@@ -318,6 +318,27 @@ def test_text_token_ids_and_lists(tiny_model: lt.Model) -> None:
     assert len(lt.extract(tiny_model, text, [1], max_length=3)) == 3
 
 
+def test_a_decode_of_the_same_shape_has_its_logits(tiny_model: lt.Model, rng: np.random.Generator) -> None:
+    """The engine uses the graph of the extraction again, which stopped before its logits."""
+    first, second = (random_tokens(rng, tiny_model, 20).tolist() for _ in range(2))
+
+    def every_row(tokens: list[int]) -> lt.Batch:
+        batch = lt.Batch()
+        for position, token in enumerate(tokens):
+            batch.add(token, position, 0, True)
+        return batch
+
+    with tiny_model.context(n_ctx=512, **EXACT) as context, tiny_model.context(n_ctx=512, **EXACT) as fresh:
+        fresh.decode(every_row(second))
+        for layers in ([-1], ["norm"], [1]):
+            for _ in range(2):
+                lt.extract(context, first, layers)
+            context.decode(every_row(second))
+            for row in range(20):
+                assert np.array_equal(context.logits(row), fresh.logits(row))
+            context.memory.clear()
+
+
 def test_a_given_context_is_empty_again_and_works_on(tiny_model: lt.Model, rng: np.random.Generator) -> None:
     tokens = random_tokens(rng, tiny_model, 40).tolist()
     with (
