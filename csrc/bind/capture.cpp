@@ -1,6 +1,7 @@
 #include <pybind11/typing.h>
 
 #include "bind/bind.hpp"
+#include "capture/block_pool.hpp"
 #include "capture/extract.hpp"
 #include "capture/layer_map.hpp"
 #include "capture/tap.hpp"
@@ -152,17 +153,18 @@ void register_layer_map(py::module_& module) {
 void register_capture(py::module_& module) {
   module.def(
       "allocate",
-      [](const std::vector<py::ssize_t>& shape, const std::string& dtype) {
+      [](const std::vector<py::ssize_t>& shape, const std::string& dtype, const Model& model) {
         const DType type = parse_dtype(dtype);
         size_t bytes = item_size(type);
         for (const py::ssize_t length : shape) {
           if (length < 0) throw InvalidInput("negative length in a shape");
           if (__builtin_mul_overflow(bytes, static_cast<size_t>(length), &bytes)) throw std::bad_alloc();
         }
-        return view_of(std::make_shared<Block>(bytes), shape, type, true);
+        return view_of(block_for(model, bytes), shape, type, true);
       },
-      py::arg("shape"), py::arg("dtype"),
-      "A writable array, aligned to 64 bytes, not initialised; bfloat16 as uint16.");
+      py::arg("shape"), py::arg("dtype"), py::arg("model"),
+      "A writable array for states of a model, aligned to 64 bytes, not initialised; bfloat16 as uint16. For "
+      "a model on a GPU it lies in pinned memory, which is used again when the last view ends.");
   register_layer_map(module);
 
   // register_context() made this class.

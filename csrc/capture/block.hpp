@@ -1,25 +1,31 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
-#include <new>
+#include <utility>
 
 namespace llamatap {
 
-/// Buffer for captured states; views share ownership. Aligned to 64 bytes, not initialised.
+/// Buffer for captured states, not initialised; views share ownership.
 class Block {
  public:
-  explicit Block(size_t bytes)
-      : data_(static_cast<std::byte*>(::operator new(bytes == 0 ? 1 : bytes, kAlignment))) {}
+  /// Memory of the process, aligned to 64 bytes.
+  explicit Block(size_t bytes);
+  /// `release` is called with the memory when the block ends.
+  Block(std::byte* data, size_t bytes, std::function<void(std::byte*)> release)
+      : data_(data), bytes_(bytes), release_(std::move(release)) {}
+  ~Block() { release_(data_); }
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
 
-  std::byte* data() const { return data_.get(); }
+  std::byte* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
 
  private:
-  static constexpr std::align_val_t kAlignment{64};
-  struct Free {
-    void operator()(std::byte* data) const { ::operator delete(data, kAlignment); }
-  };
-  std::unique_ptr<std::byte, Free> data_;
+  std::byte* data_;
+  size_t bytes_;
+  std::function<void(std::byte*)> release_;
 };
 
 }  // namespace llamatap

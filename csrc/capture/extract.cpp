@@ -39,7 +39,7 @@ bool extract(Context& context, const std::shared_ptr<const LayerMap>& map, const
     }
   }
 
-  Recorder recorder(map, slots, dtype, std::move(targets));
+  Recorder recorder(context.model(), map, slots, dtype, std::move(targets));
   context.decode_scratch(batch, recorder, poll);
   size_t next = 0;
   for (const auto& job : jobs) {

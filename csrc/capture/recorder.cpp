@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "capture/block_pool.hpp"
 #include "engine/error.hpp"
 
 namespace llamatap {
@@ -26,10 +27,12 @@ bool is_finite(const float* values, size_t count) {
 
 }  // namespace
 
-Recorder::Recorder(std::shared_ptr<const LayerMap> map, std::vector<int32_t> slots, DType dtype,
-                   std::vector<RowTarget> targets, bool by_hooks)
-    : map_(std::move(map)),
+Recorder::Recorder(std::shared_ptr<const Model> model, std::shared_ptr<const LayerMap> map,
+                   std::vector<int32_t> slots, DType dtype, std::vector<RowTarget> targets, bool by_hooks)
+    : model_(std::move(model)),
+      map_(std::move(map)),
       columns_(map_->sources().size()),
+      row_bytes_(slots.size() * static_cast<size_t>(map_->n_embd()) * item_size(dtype)),
       dtype_(dtype),
       targets_(std::move(targets)),
       next_(map_->sources().size(), 0) {
@@ -102,8 +105,12 @@ bool Recorder::computed(const ggml_tensor* node) {
   return !(piece_->may_stop && ends);
 }
 
+const std::vector<int32_t>& Recorder::rows_of(int32_t slot) const {
+  return map_->sources()[slot].cropped ? piece_->output_rows : piece_->rows;
+}
+
 void Recorder::copy(int32_t slot, const ggml_tensor& node) {
-  const auto& rows = map_->sources()[slot].cropped ? piece_->output_rows : piece_->rows;
+  const auto& rows = rows_of(slot);
   const auto count = static_cast<size_t>(node.ne[1]);
   const auto width = static_cast<size_t>(map_->n_embd());
   const auto what = [&] { return "layer slot " + std::to_string(slot) + " (" + node.name + ")"; };
@@ -120,12 +127,12 @@ void Recorder::copy(int32_t slot, const ggml_tensor& node) {
   const char* data = static_cast<const char*>(node.data);
   size_t stride = node.nb[1];
   if (buffer == nullptr || !ggml_backend_buffer_is_host(buffer)) {
+    if (count == 0 || copy_runs(slot, node)) return;
     stride = width * sizeof(float);
-    staging_.resize(count * width);
-    if (count > 0) {
-      ggml_backend_tensor_get_2d(&node, staging_.data(), 0, stride, count, node.nb[1], stride);
-    }
-    data = reinterpret_cast<const char*>(staging_.data());
+    if (staging_ == nullptr || staging_->bytes() < count * stride)
+      staging_ = block_for(*model_, count * stride);
+    ggml_backend_tensor_get_2d(&node, staging_->data(), 0, stride, count, node.nb[1], stride);
+    data = reinterpret_cast<const char*>(staging_->data());
   }
   // Checking the last slot is enough: NaN and infinity persist in the residual stream.
   for (size_t i = 0; slot == last_slot_ && i < count; ++i) {
@@ -134,13 +141,52 @@ void Recorder::copy(int32_t slot, const ggml_tensor& node) {
   deliver(slot, data, stride, count);
 }
 
+bool Recorder::copy_runs(int32_t slot, const ggml_tensor& node) {
+  // More calls cost more than staging.
+  constexpr size_t kMostRuns = 64;
+  const auto& rows = rows_of(slot);
+  const auto count = static_cast<size_t>(node.ne[1]);
+  const size_t width = static_cast<size_t>(map_->n_embd()) * sizeof(float);
+  struct Run {
+    size_t first;
+    size_t count;
+    std::byte* row;
+  };
+  std::vector<Run> runs;
+  if (dtype_ != DType::f32) return false;
+  for (size_t i = 0; i < count; ++i) {
+    const auto& target = targets_[rows[next_[slot] + i]];
+    if (target.pool != nullptr) return false;
+    if (target.row == nullptr) continue;
+    if (runs.empty() || runs.back().first + runs.back().count != i ||
+        runs.back().row + runs.back().count * row_bytes_ != target.row) {
+      if (runs.size() == kMostRuns) return false;
+      runs.push_back({i, 0, target.row});
+    }
+    ++runs.back().count;
+  }
+  for (const auto& run : runs) {
+    for (const size_t column : columns_[slot]) {
+      std::byte* data = run.row + column * width;
+      ggml_backend_tensor_get_2d(&node, data, run.first * node.nb[1], width, run.count, node.nb[1],
+                                 row_bytes_);
+      for (size_t i = 0; slot == last_slot_ && i < run.count; ++i) {
+        all_finite_ = all_finite_ &&
+                      is_finite(reinterpret_cast<const float*>(data + i * row_bytes_), width / sizeof(float));
+      }
+    }
+  }
+  next_[slot] += count;
+  return true;
+}
+
 void Recorder::hooked(int32_t layer, const float* values) {
   deliver(layer, reinterpret_cast<const char*>(values), static_cast<size_t>(map_->n_embd()) * sizeof(float),
           piece_->rows.size());
 }
 
 void Recorder::deliver(int32_t slot, const char* data, size_t stride, size_t count) {
-  const auto& rows = map_->sources()[slot].cropped ? piece_->output_rows : piece_->rows;
+  const auto& rows = rows_of(slot);
   const auto width = static_cast<size_t>(map_->n_embd());
   for (size_t i = 0; i < count; ++i) {
     const auto& target = targets_[rows[next_[slot] + i]];
@@ -160,7 +206,7 @@ void Recorder::deliver(int32_t slot, const char* data, size_t stride, size_t cou
 void Recorder::end() {
   for (size_t slot = 0; slot < columns_.size(); ++slot) {
     if (columns_[slot].empty()) continue;
-    const auto expected = map_->sources()[slot].cropped ? piece_->output_rows.size() : piece_->rows.size();
+    const auto expected = rows_of(static_cast<int32_t>(slot)).size();
     if (slot == 0 && next_[slot] == 0) {
       throw Unsupported(
           "layer 0 is not in the graph of this batch: with embeddings as input this model does not have it");

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "capture/block.hpp"
 #include "capture/dtype.hpp"
 #include "capture/layer_map.hpp"
 #include "capture/pool.hpp"
@@ -25,8 +26,8 @@ class Recorder : public DecodeObserver {
  public:
   /// `slots` may repeat, in any order; `targets` has one element per entry of the batch. `by_hooks`: capture
   /// by layer-input hooks; every slot must have one.
-  Recorder(std::shared_ptr<const LayerMap> map, std::vector<int32_t> slots, DType dtype,
-           std::vector<RowTarget> targets, bool by_hooks = false);
+  Recorder(std::shared_ptr<const Model> model, std::shared_ptr<const LayerMap> map,
+           std::vector<int32_t> slots, DType dtype, std::vector<RowTarget> targets, bool by_hooks = false);
 
   bool needs_last_block(int32_t row) const override;
   bool stop_keeps_memory() const override;
@@ -45,9 +46,15 @@ class Recorder : public DecodeObserver {
   void copy(int32_t slot, const ggml_tensor& node);
   /// Writes `count` rows of a slot, `stride` bytes apart, to their targets.
   void deliver(int32_t slot, const char* data, size_t stride, size_t count);
+  /// Copies rows of a node from a device straight to their targets, a call for each run of targets that
+  /// follow each other. Returns false, having copied nothing, when they are pooled, converted or scattered.
+  bool copy_runs(int32_t slot, const ggml_tensor& node);
+  const std::vector<int32_t>& rows_of(int32_t slot) const;
 
+  std::shared_ptr<const Model> model_;
   std::shared_ptr<const LayerMap> map_;
   std::vector<std::vector<size_t>> columns_;  // by slot: its columns in a target row
+  size_t row_bytes_;                          // of a target
   DType dtype_;
   std::vector<RowTarget> targets_;
   bool any_cropped_ = false;
@@ -57,7 +64,7 @@ class Recorder : public DecodeObserver {
 
   const Piece* piece_ = nullptr;
   std::vector<size_t> next_;  // by slot: rows of the piece received so far
-  std::vector<float> staging_;
+  std::shared_ptr<Block> staging_;
   std::vector<std::pair<const ggml_tensor*, int32_t>> wanted_;  // (node, slot), sorted
 };
 

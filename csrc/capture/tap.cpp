@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "capture/block_pool.hpp"
 #include "capture/recorder.hpp"
 
 namespace llamatap {
@@ -25,12 +26,13 @@ Tapped decode_tapped(Context& context, const std::shared_ptr<const LayerMap>& ma
     if (!plan.outputs_only || batch.outputs()[row]) tapped.rows.push_back(row);
   }
   const size_t row_bytes = plan.slots.size() * static_cast<size_t>(map->n_embd()) * item_size(plan.dtype);
-  tapped.block = std::make_shared<Block>(tapped.rows.size() * row_bytes);
+  tapped.block = block_for(*context.model(), tapped.rows.size() * row_bytes);
   std::vector<RowTarget> targets(static_cast<size_t>(batch.size()));
   for (size_t i = 0; i < tapped.rows.size(); ++i) {
     targets[tapped.rows[i]].row = tapped.block->data() + i * row_bytes;
   }
-  Recorder recorder(map, plan.slots, plan.dtype, std::move(targets), takes_hooks(context, *map, plan, batch));
+  Recorder recorder(context.model(), map, plan.slots, plan.dtype, std::move(targets),
+                    takes_hooks(context, *map, plan, batch));
   context.decode(batch, &recorder, poll);
   return tapped;
 }

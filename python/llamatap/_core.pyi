@@ -457,10 +457,10 @@ class Drafter:
     def reset(self, seq: typing.SupportsInt | typing.SupportsIndex) -> None: ...
 
 def allocate(
-    shape: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], dtype: str
+    shape: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], dtype: str, model: Model
 ) -> numpy.ndarray[typing.Any, numpy.dtype[typing.Any]]:
     """
-    A writable array, aligned to 64 bytes, not initialised; bfloat16 as uint16.
+    A writable array for states of a model, aligned to 64 bytes, not initialised; bfloat16 as uint16. For a model on a GPU it lies in pinned memory, which is used again when the last view ends.
     """
 
 def build_info() -> dict[str, str]:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from llamatap import layers as layer_ids
-from llamatap._native import _core
+from llamatap._native import _core, native_of
 from llamatap._system_limits import require_memory
 from llamatap._validate import choice, integer, separate
 from llamatap.errors import InvalidInputError
@@ -100,7 +100,7 @@ class ExtractionRequest:
             except InvalidInputError as error:
                 raise InvalidInputError(f"{where}{error}") from None
         separate("outs", [(i, job.given) for i, job in enumerate(self.jobs) if job.given is not None])
-        self._allocate()
+        self._allocate(model)
 
     @property
     def longest_prompt(self) -> int:
@@ -134,7 +134,7 @@ class ExtractionRequest:
         given = None if out is None else checked_out(out, shape, self.dtype)
         return PromptJob(checked, begin, end, shape, given)
 
-    def _allocate(self) -> None:
+    def _allocate(self, model: LoadedModel) -> None:
         """Allocate states for the prompts without a given array."""
         shapes = [job.shape for job in self.jobs if job.given is None]
         n_rows = sum(shape[0] if len(shape) == 3 else 1 for shape in shapes)
@@ -145,6 +145,6 @@ class ExtractionRequest:
         )
         for job in self.jobs:
             if job.given is None:
-                job.out = typed_view(_core.allocate(job.shape, self.dtype), self.dtype)
+                job.out = typed_view(_core.allocate(job.shape, self.dtype, native_of(model)), self.dtype)
             else:
                 job.out = job.given

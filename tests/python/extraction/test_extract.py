@@ -330,9 +330,10 @@ def test_a_decode_of_the_same_shape_has_its_logits(tiny_model: lt.Model, rng: np
 
     with tiny_model.context(n_ctx=512, **EXACT) as context, tiny_model.context(n_ctx=512, **EXACT) as fresh:
         fresh.decode(every_row(second))
-        for layers in ([-1], ["norm"], [1]):
+        wanted: list[lt.LayerId] = [-1, "norm", 1]
+        for layer in wanted:
             for _ in range(2):
-                lt.extract(context, first, layers)
+                lt.extract(context, first, layer)
             context.decode(every_row(second))
             for row in range(20):
                 assert np.array_equal(context.logits(row), fresh.logits(row))

@@ -19,7 +19,7 @@ from support.numerics import computes_with_nan, relative
 from support.tiny import TinyLlama
 
 import llamatap
-from llamatap._native import _core
+from llamatap._native import _core, native_of
 from llamatap.loaded_model import LoadedModel
 from llamatap.tokenizer import Tokenizer
 
@@ -396,7 +396,7 @@ def test_sizes_that_no_machine_has(tiny_model: lt.Model) -> None:
     with pytest.raises(MemoryError):
         lt.extract(tiny_model, [5] * 4000, [1] * 10**6)
     with pytest.raises(llamatap.OutOfMemoryError):
-        _core.allocate((2**62, 2**62), "float32")
+        _core.allocate((2**62, 2**62), "float32", native_of(tiny_model))
     huge = {"n_batch": 2**31 - 1, "n_ubatch": 2**31 - 1, "n_outputs_max": 2**31 - 1}
     with tiny_model.context(n_ctx=256, n_threads=1, **huge) as context:
         assert (context.n_batch, context.n_ubatch) == (256, 256)
