@@ -40,7 +40,7 @@ class Told(Protocol):
 
     @abstractmethod
     def rounds(self, draft: int, rounds: int, accepted: int) -> None:
-        """Rounds with a draft, and the tokens accepted in them."""
+        """Rounds that a draft was asked for, and the tokens accepted in them."""
 
     @abstractmethod
     def taken(self, draft: int) -> None:
@@ -99,8 +99,8 @@ class CoTrainedDrafter(Drafter):
         self.target_layers: tuple[LayerId, ...] = (*own, n_layer)
         self.draws = drafter.draws
         self._n_max = drafter.n_max
-        #: Rows of the last batch of each sequence.
-        self._n_rows: dict[int, int] = {}
+        # The sequences that a draft was asked for in this round.
+        self._asked: set[int] = set()
         self._recorders: dict[int, TextRecorder | None] = {}
         # What another thread has loaded, to be taken between two rounds.
         self._offer: tuple[int, Model] | None = None
@@ -142,6 +142,11 @@ class CoTrainedDrafter(Drafter):
         with self._offering:
             return self._offer is not None or self._taking
 
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
     def close(self) -> None:
         """Free the draft contexts; texts in flight are not collected. A second call does nothing."""
         with self._offering:
@@ -174,14 +179,15 @@ class CoTrainedDrafter(Drafter):
             elif own:
                 some = sorted(row for seq in own for row in rows[seq])
                 one.drafter.process(_part(batch, some), take_rows(states, some))
+        recorded = states.select(self.target_layers)
         for seq, found in rows.items():
-            self._n_rows[seq] = len(found)
             if (recorder := self._recorders[seq]) is not None:
-                recorder.add(states.select(self.target_layers), found)
+                recorder.add(recorded, found)
 
     def draft(self, requests: Mapping[int, DraftRequest]) -> dict[int, Draft]:
         check_requests(requests)
         self._take()
+        self._asked = set(requests)
         drafts: dict[int, Draft] = {}
         for one in self._in_use():
             own = {seq: request for seq, request in requests.items() if seq in one.seqs}
@@ -193,13 +199,14 @@ class CoTrainedDrafter(Drafter):
         for one in self._in_use():
             if seq in one.seqs:
                 one.drafter.accept(seq, n)
-                if self._n_rows.get(seq, 0) > 1:
+                if seq in self._asked:
                     self._told.rounds(one.number, 1, n)
+        self._asked.discard(seq)
         if (recorder := self._recorders.get(seq)) is not None:
             recorder.accept(n)
 
     def reset(self, seq: int) -> None:
-        self._n_rows.pop(seq, None)
+        self._asked.discard(seq)
         recorder = self._recorders.pop(seq, None)
         try:
             for one in self._in_use():

@@ -26,8 +26,8 @@ class CoTrainOptions:
     :ivar max_length: tokens of a text that are collected, prompt included; the rest of it is not.
     :ivar max_bytes: size limit of all samples in the folder. The oldest make room for new ones.
     :ivar queue_bytes: memory of samples that wait to be written. Samples that find no room are dropped.
-    :ivar trial_rounds: rounds with drafts (one text, one pass of the target) that a new drafter is tried for;
-        before it comes, the one in use must have as many.
+    :ivar trial_rounds: rounds (one text, one pass of the target) with a draft asked for that a new drafter is
+        tried for; before it comes, the one in use must have as many.
     :ivar margin: tokens per round that a new drafter may be below the one before it at the end of its trial.
         After a part of the trial it may be lower, by the inverse square root of that part, as chance would
         have it; before a tenth of the trial nothing is decided.

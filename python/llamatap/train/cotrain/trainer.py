@@ -85,9 +85,8 @@ def train_in_folder(
         serving = place.serving_side()
         engine_threads = 0 if serving is None else serving.n_threads
         torch.set_num_threads(options.n_threads or max(1, default_threads() - engine_threads))
-        trainer = DrafterTrainer(target_path, place, draft_path, options)
         with StopSignals() as stop:
-            trainer.run(lambda: stop.requested)
+            DrafterTrainer(target_path, place, draft_path, options).run(lambda: stop.requested)
     finally:
         locks.release(lock)
 
@@ -120,7 +119,9 @@ class DrafterTrainer:
         self._full_head = torch.from_numpy(self._weights.head).to(self._device)
         n_layer = self._weights.n_layer
         read = list(self._head.target_layers) if isinstance(self._head, Eagle3Head) else []
-        self._replay = Replay(folder, self._sha256, [*read, n_layer], self._weights.n_embd)
+        self._replay = Replay(
+            folder, self._sha256, [*read, n_layer], self._weights.n_embd, self._weights.n_vocab
+        )
         self._rng = np.random.default_rng(options.seed)
         self._newest_sample = -1
         self._cycle = 0
@@ -219,6 +220,8 @@ class DrafterTrainer:
             self._begin_with_newest()
             self._log.add("began again", draft=self.reference, given_up=given_up)
         self._replay.look()
+        # Samples count from 0 again if all were removed.
+        self._newest_sample = min(self._newest_sample, self._replay.newest)
         training, held_out = self._replay.sides()
         new = [number for number in training if number > self._newest_sample]
         enough = (
@@ -233,7 +236,7 @@ class DrafterTrainer:
         if not loaded.training or not loaded.held_out:
             return False
         self._cycle += 1
-        self._newest_sample = loaded.newest
+        self._newest_sample = self._replay.newest
         try:
             self._train(loaded, must_stop)
         except NotFiniteError as error:

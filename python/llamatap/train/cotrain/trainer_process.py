@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import subprocess
 import time
@@ -12,6 +13,8 @@ from llamatap.train.cotrain.event_log import EventLog
 from llamatap.train.cotrain.folder import CoTrainFolder
 
 __all__ = ["TrainerProcess"]
+
+_logger = logging.getLogger("llamatap")
 
 #: Seconds before it is started again: after each end twice as many, up to the last.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 300.0
@@ -48,9 +51,10 @@ class TrainerProcess:
                 return
             if now - self._started > _LONG_RUN:
                 self._pause = _FIRST_PAUSE
-            self._log.add(
-                "trainer ended", status=status, said=self._last_lines(), started_again_in=self._pause
-            )
+            said = self._last_lines()
+            self._log.add("trainer ended", status=status, said=said, started_again_in=self._pause)
+            last = (said.splitlines() or ["nothing"])[-1]
+            _logger.warning("the trainer of co-training ended with status %d and said: %s", status, last)
             self._process = None
             self._next_start = now + self._pause
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
@@ -69,6 +73,7 @@ class TrainerProcess:
                 )
             except OSError as error:
                 self._log.add("trainer not started", error=str(error))
+                _logger.warning("the trainer of co-training cannot be started: %s", error)
                 self._next_start = now + _LONGEST_PAUSE
                 return
         self._started = now
