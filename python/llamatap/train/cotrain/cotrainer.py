@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import math
 import os
 import random
 import sys
@@ -34,7 +33,7 @@ from llamatap.train.cotrain.options import CoTrainOptions
 from llamatap.train.cotrain.sample_writer import SampleWriter
 from llamatap.train.cotrain.text_recorder import TextRecorder
 from llamatap.train.cotrain.trainer_process import TrainerProcess
-from llamatap.train.cotrain.trial import TrafficCounts, Trial
+from llamatap.train.cotrain.trial import N_STAGES, TrafficCounts, Trial, stage_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -116,9 +115,9 @@ class CoTrainer(Closeable):
         self._is_untold = False
         # The error of the last look, so that each is told once.
         self._failure = ""
-        #: Rounds of the traffic since they were last looked at, by draft: rounds, accepted tokens.
-        self._rounds: Counter[int] = Counter()
-        self._accepted: Counter[int] = Counter()
+        #: Rounds of the traffic since they were last looked at, by draft and stage: rounds, accepted tokens.
+        self._rounds: Counter[tuple[int, int]] = Counter()
+        self._accepted: Counter[tuple[int, int]] = Counter()
         self._traffic = TrafficCounts(self.options.trial_rounds)
         self._trial = self._open_trial(before)
         self._offered: int | None = None
@@ -143,9 +142,9 @@ class CoTrainer(Closeable):
 
     def _open_trial(self, before: ServingSide | None) -> Trial | None:
         """The trial that was not over when the process before this one ended: it begins anew."""
-        if before is None or self._in_use != before.in_use or before.before_tokens_per_round is None:
+        if before is None or self._in_use != before.in_use or len(before.before_rates or ()) != N_STAGES:
             return None
-        return Trial(before.before, before.before_tokens_per_round)
+        return Trial(before.before, list(before.before_rates or ()))
 
     # For those who generate.
 
@@ -208,11 +207,10 @@ class CoTrainer(Closeable):
 
     def _trial_record(self) -> dict[str, Any]:
         trial = self._trial
-        known = None if trial is None or math.isnan(trial.expected) else round(trial.expected, 4)
         return {
             "in_use": self._in_use,
             "before": self._in_use if trial is None else trial.before,
-            "before_tokens_per_round": known,
+            "before_rates": None if trial is None else [round(rate, 4) for rate in trial.rates],
         }
 
     def _say(self, side: ServingSide) -> None:
@@ -297,11 +295,12 @@ class CoTrainer(Closeable):
         else:
             self._writer.put(*sample)
 
-    def rounds(self, draft: int, rounds: int, accepted: int) -> None:
+    def round(self, draft: int, n_before: int, accepted: int) -> None:
         """See :class:`~llamatap.train.cotrain.drafter.Told`."""
+        key = draft, stage_of(n_before)
         with self._counting:
-            self._rounds[draft] += rounds
-            self._accepted[draft] += accepted
+            self._rounds[key] += 1
+            self._accepted[key] += accepted
 
     def taken(self, draft: int) -> None:
         """See :class:`~llamatap.train.cotrain.drafter.Told`."""
@@ -313,7 +312,7 @@ class CoTrainer(Closeable):
             self._offered = None
             before, self._in_use = self._in_use, draft
             going_back = self._trial is not None and self._trial.before == draft
-            self._trial = None if going_back else Trial(before, self._traffic.tokens_per_round)
+            self._trial = None if going_back else Trial(before, self._traffic.rates())
             self._traffic = TrafficCounts(self.options.trial_rounds)
             if not going_back:
                 self._log.add("swapped", draft=draft, before=before)
@@ -367,16 +366,16 @@ class CoTrainer(Closeable):
     def _count(self) -> None:
         """Count the rounds since the last time."""
         with self._counting:
-            found = [(draft, rounds, self._accepted[draft]) for draft, rounds in self._rounds.items()]
+            found = [(*key, rounds, self._accepted[key]) for key, rounds in self._rounds.items()]
             self._rounds.clear()
             self._accepted.clear()
-        for draft, rounds, accepted in found:
+        for draft, stage, rounds, accepted in found:
             self._unlogged[draft, "rounds"] += rounds
             self._unlogged[draft, "accepted"] += accepted
             if draft == self._in_use:
-                self._traffic.add(rounds, accepted)
+                self._traffic.add(stage, rounds, accepted)
                 if self._trial is not None:
-                    self._trial.add(rounds, accepted)
+                    self._trial.counts.add(stage, rounds, accepted)
 
     def _judge(self) -> None:
         trial = self._trial
@@ -478,7 +477,7 @@ class CoTrainer(Closeable):
 
 def _figures(trial: Trial) -> dict[str, Any]:
     return {
-        "tokens_per_round": round(trial.tokens_per_round, 4),
+        "tokens_per_round": round(trial.counts.tokens_per_round, 4),
         "before": round(trial.expected, 4),
-        "rounds": trial.rounds,
+        "rounds": round(trial.counts.rounds),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -39,8 +40,8 @@ class Told(Protocol):
         """A text ended."""
 
     @abstractmethod
-    def rounds(self, draft: int, rounds: int, accepted: int) -> None:
-        """Rounds that a draft was asked for, and the tokens accepted in them."""
+    def round(self, draft: int, n_before: int, accepted: int) -> None:
+        """A round that a draft was asked for, how many its text had before, and the tokens accepted in it."""
 
     @abstractmethod
     def taken(self, draft: int) -> None:
@@ -99,8 +100,9 @@ class CoTrainedDrafter(Drafter):
         self.target_layers: tuple[LayerId, ...] = (*own, n_layer)
         self.draws = drafter.draws
         self._n_max = drafter.n_max
-        # The sequences that a draft was asked for in this round.
+        # The sequences that a draft was asked for in this round, and how many such rounds they had before.
         self._asked: set[int] = set()
+        self._n_rounds: Counter[int] = Counter()
         self._recorders: dict[int, TextRecorder | None] = {}
         # What another thread has loaded, to be taken between two rounds.
         self._offer: tuple[int, Model] | None = None
@@ -200,13 +202,15 @@ class CoTrainedDrafter(Drafter):
             if seq in one.seqs:
                 one.drafter.accept(seq, n)
                 if seq in self._asked:
-                    self._told.rounds(one.number, 1, n)
+                    self._told.round(one.number, self._n_rounds[seq], n)
+        self._n_rounds[seq] += seq in self._asked
         self._asked.discard(seq)
         if (recorder := self._recorders.get(seq)) is not None:
             recorder.accept(n)
 
     def reset(self, seq: int) -> None:
         self._asked.discard(seq)
+        self._n_rounds.pop(seq, None)
         recorder = self._recorders.pop(seq, None)
         try:
             for one in self._in_use():

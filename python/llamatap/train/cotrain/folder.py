@@ -41,10 +41,10 @@ _Record = TypeVar("_Record", "ServingSide", "Published")
 _TYPES: dict[str, Any] = {
     "bool": bool,
     "float": (int, float),
-    "float | None": (int, float, type(None)),
     "int": int,
     "str": str,
     "str | None": (str, type(None)),
+    "tuple[float, ...] | None": (list, type(None)),
     "tuple[int, ...]": list,
 }
 
@@ -60,7 +60,8 @@ class ServingSide:
     :ivar n_threads: threads of the engine.
     :ivar in_use: number of the draft in use; 0 for the one that it began with.
     :ivar before: number of the one that it would go back to; ``in_use`` when it was kept.
-    :ivar before_tokens_per_round: tokens per round of that one on the traffic; None without a trial.
+    :ivar before_rates: tokens per round of that one on the traffic, for each stage of a text
+        (:mod:`llamatap.train.cotrain.trial`); None without a trial.
     :ivar closed: whether it ended in order.
     """
 
@@ -71,7 +72,7 @@ class ServingSide:
     n_threads: int
     in_use: int
     before: int
-    before_tokens_per_round: float | None
+    before_rates: tuple[float, ...] | None
     closed: bool
 
 
@@ -267,8 +268,12 @@ def _read(path: Path, kind: type[_Record]) -> _Record | None:
     try:
         found = kind(**json.loads(path.read_text()))
         for one in dataclasses.fields(found):
-            if not isinstance(getattr(found, one.name), _TYPES[str(one.type)]):
-                raise ValueError(f"{one.name} is {getattr(found, one.name)!r}")
+            value = getattr(found, one.name)
+            is_list = isinstance(value, list)
+            if not isinstance(value, _TYPES[str(one.type)]) or (
+                is_list and not all(isinstance(item, (int, float)) for item in value)
+            ):
+                raise ValueError(f"{one.name} is {value!r}")
     except FileNotFoundError:
         return None
     except (OSError, RecursionError, TypeError, ValueError) as error:

@@ -60,14 +60,14 @@ class TrainerProcess:
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         if now < self._next_start or self._folder.is_locked("trainer"):
             return
-        with self._folder.trainer_log.open("wb") as said:
+        with self._folder.trainer_log.open("wb") as file:
             try:
                 # A group of its own: Ctrl-C in the server's terminal is the server's.
                 self._process = subprocess.Popen(
                     self._command,
                     stdin=subprocess.DEVNULL,
-                    stdout=said,
-                    stderr=said,
+                    stdout=file,
+                    stderr=file,
                     start_new_session=True,
                     env={**os.environ, "OMP_WAIT_POLICY": "passive"},
                 )

@@ -17,7 +17,7 @@ from support.generation import EXACT, ragged
 from support.numerics import relative
 from support.tiny import TinyLlama
 from support.tiny_models import drafters
-from support.tiny_models.rigged import write_rigged_model, wrong_at
+from support.tiny_models.rigged import write_rigged_eagle3, write_rigged_model, wrong_at
 
 import llamatap as lt
 from llamatap.connectors.files import FileConnector
@@ -132,6 +132,31 @@ def test_it_goes_back_when_tokens_per_round_fall(files: Files, tmp_path: Path) -
         one.cotrainer.look()
         one.generate(4)
         assert one.cotrainer.in_use == 3
+
+
+def test_a_draft_is_as_good_as_itself(files: Files, tmp_path: Path) -> None:
+    """Although it begins with the first rounds of many texts, which give the fewest tokens."""
+    late = write_rigged_eagle3(tmp_path / "late.gguf", F, wrong_at(F, range(3, 20)))
+    late_files = Files(files.target, {"late": late})
+    with serving(late_files, tmp_path / "f", "late", n_seq_max=16, trial_rounds=100) as one:
+
+        def add(n: int) -> None:
+            for _ in range(n):
+                one.session.add([63, 3], max_tokens=56, ignore_eos=True)
+
+        add(16)
+        one.finish()
+        publish(one.folder, 1, late)
+        one.cotrainer.look()
+        add(16)
+        for _ in range(5):
+            one.session.step()
+            one.cotrainer.look()
+        assert one.cotrainer.in_use == 1
+        one.finish()
+        one.cotrainer.look()
+        (event,) = one.events("kept", "went back")
+        assert event["event"] == "kept"
 
 
 def test_two_draft_contexts_at_most(files: Files, tmp_path: Path) -> None:
@@ -292,7 +317,7 @@ def test_a_full_disk_ends_nothing(files: Files, tmp_path: Path, monkeypatch: pyt
         assert (one.folder.drafters / "1.refused.json").exists()
         side = one.folder.serving_side()
         assert side is not None
-        assert (side.in_use, side.before, side.before_tokens_per_round) == (0, 0, None)
+        assert (side.in_use, side.before, side.before_rates) == (0, 0, None)
         monkeypatch.setattr(folder_module, "_write", full)
     monkeypatch.undo()
     # The folder was left nevertheless.
@@ -385,12 +410,13 @@ def test_a_trial_survives_a_kill(files: Files, tmp_path: Path) -> None:
         one.cotrainer.look()
         one.generate(1, 8)
         assert one.cotrainer.trial is not None
-        expected = one.cotrainer.trial.expected
+        rates = one.cotrainer.trial.rates
     with serving(files, tmp_path, "right") as one:
         assert one.cotrainer.in_use == 1
         trial = one.cotrainer.trial
         assert trial is not None
-        assert (trial.before, trial.expected) == (0, pytest.approx(expected, abs=1e-4))
+        assert trial.before == 0
+        assert trial.rates == pytest.approx(rates, abs=1e-4)
         one.generate(4)
         one.cotrainer.look()
         one.generate(4)
