@@ -20,6 +20,7 @@ from llamatap.errors import ClosedError, Error, InvalidInputError
 from llamatap.layers import LayerId
 from llamatap.model import Model
 from llamatap.states import States, take_rows
+from llamatap.train.cotrain.options import CoTrainOptions
 from llamatap.train.cotrain.text_recorder import TextRecorder
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ __all__ = ["CoTrainedDrafter", "Told"]
 
 class Told(Protocol):
     """What a drafter tells of its work; called by the thread that generates, and must not wait."""
+
+    options: CoTrainOptions
 
     @abstractmethod
     def recorder(self) -> TextRecorder | None:
@@ -182,9 +185,13 @@ class CoTrainedDrafter(Drafter):
                 some = sorted(row for seq in own for row in rows[seq])
                 one.drafter.process(_part(batch, some), take_rows(states, some))
         recorded = states.select(self.target_layers)
+        recorders = [one for one in self._recorders.values() if one is not None]
+        room = self._told.options.text_bytes - sum(one.n_bytes for one in recorders)
         for seq, found in rows.items():
             if (recorder := self._recorders[seq]) is not None:
-                recorder.add(recorded, found)
+                before = recorder.n_bytes
+                recorder.add(recorded, found, room)
+                room -= recorder.n_bytes - before
 
     def draft(self, requests: Mapping[int, DraftRequest]) -> dict[int, Draft]:
         check_requests(requests)

@@ -471,6 +471,32 @@ def test_bounds_of_a_text(files: Files, tmp_path: Path) -> None:
         assert 10 < len(sample_numbers(one.folder.samples)) < 30
 
 
+def test_texts_in_flight_take_bounded_memory(files: Files, tmp_path: Path) -> None:
+    """Beyond it their samples are shorter, but whole up to there."""
+    row = 2 * 4 * 64
+    with serving(files, tmp_path, text_bytes=40 * row, draft="fair") as one:
+        most = 0
+        for i in range(4):
+            one.add(i, 40)
+        while one.session.pending:
+            one.session.step()
+            recorders = [found for found in one.drafter._recorders.values() if found is not None]
+            most = max(most, sum(found.n_bytes for found in recorders))
+        assert 36 * row < most <= 40 * row
+        assert one.cotrainer.flush()
+        reader = FileConnector(one.folder.samples)
+        lengths = []
+        for number in sample_numbers(one.folder.samples):
+            sample = reader.get_cached(number)
+            assert sample is not None
+            tokens = sample["token_ids"].tolist()
+            assert tokens[3:] == [F[token] for token in tokens[2:-1]]
+            assert sample["hidden_states"].shape == (len(tokens), 4, 64)
+            lengths.append(len(tokens))
+        assert sum(lengths) <= 40
+        assert len(lengths) == 4
+
+
 def test_a_folder_is_of_one_server_and_one_target(files: Files, tmp_path: Path) -> None:
     with serving(files, tmp_path / "f") as one:
         with (
