@@ -252,4 +252,6 @@ def test_whatever_is_measured() -> None:
             if drafted:
                 length.observe(drafted, rng.randint(0, drafted))
             if rng.random() < 0.8:
-                length.measure(drafted, rng.choice((0.0, rng.random())), n_sequences + rng.choice((0, 0, 0, 1)))
+                length.measure(
+                    drafted, rng.choice((0.0, rng.random())), n_sequences + rng.choice((0, 0, 0, 1))
+                )

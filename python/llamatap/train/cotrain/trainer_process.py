@@ -92,6 +92,7 @@ class TrainerProcess:
             process.wait()
 
     def _last_lines(self) -> str:
-        with contextlib.suppress(OSError):
-            return self._folder.trainer_log.read_text(errors="replace")[-500:]
+        with contextlib.suppress(OSError), self._folder.trainer_log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 500))
+            return file.read().decode(errors="replace")
         return ""

@@ -29,6 +29,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch; `nox -s train` insta
 from support.heads import HEADS, LAYERS, head_of  # noqa: E402
 
 from llamatap.convert import to_gguf  # noqa: E402
+from llamatap.train.cotrain import trainer as trainer_module  # noqa: E402
 from llamatap.train.cotrain.replay import Replay  # noqa: E402
 from llamatap.train.cotrain.trainer import DrafterTrainer, train_in_folder  # noqa: E402
 from llamatap.train.drafters.head_checkpoints import read_head, write_head  # noqa: E402
@@ -310,6 +311,33 @@ def test_it_begins_again_from_the_one_before(path: Path, weights: TargetWeights,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("when", ["to_gguf", "publish"])
+def test_a_full_disk_ends_no_training(
+    when: str, path: Path, weights: TargetWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be published is trained on, and leaves nothing."""
+    draft = draft_of("eagle3", path, weights, tmp_path)
+    folder = CoTrainFolder(tmp_path / "f")
+    traffic(path, folder.path, draft)
+    trainer = DrafterTrainer(path, folder, draft, TrainerOptions(**QUICK, epochs=8, better_by=0))
+
+    def full(*arguments: Any, **options: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        owner: Any = trainer_module if when == "to_gguf" else folder
+        patch.setattr(owner, when, full)
+        assert trainer.look()
+    assert trainer.reference == 0
+    assert [*folder.drafters.iterdir(), *folder.checkpoints.iterdir()] == []
+    (event,) = [one for one in read_events(folder.log) if one["event"] == "not published"]
+    assert "No space left" in event["reason"]
+    traffic(path, folder.path, draft, seed=1)
+    assert trainer.look()
+    assert trainer.reference == 1
+
+
+@pytest.mark.slow
 def test_nothing_worse_is_published(path: Path, weights: TargetWeights, tmp_path: Path) -> None:
     """After a cycle that did harm, the next one begins with what is in use."""
     draft = draft_of("eagle3", path, weights, tmp_path)
@@ -388,7 +416,9 @@ def test_a_killed_trainer_goes_on(path: Path, weights: TargetWeights, tmp_path: 
         assert not list(folder.drafters.glob(".*"))
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
-        assert process.communicate()[1] == ""
+        assert (
+            process.communicate()[1] == f"trains on what a server writes into {folder.path}; Ctrl-C ends it\n"
+        )
     finally:
         process.kill()
         process.communicate()
