@@ -239,7 +239,11 @@ class CoTrainFolder:
     def remove_leftovers(self, side: str) -> None:
         """Remove the half-written files that a killed process of a side left; call with its lock."""
         patterns = {
-            "serving": [(self.path, ".serving.json.*"), (self.drafters, ".*.refused.json.*")],
+            "serving": [
+                (self.path, ".serving.json.*"),
+                (self.drafters, ".*.refused.json.*"),
+                (self.samples, ".hs_*"),
+            ],
             "trainer": [
                 (self.path, ".draft-*"),
                 (self.path, ".acceptance.png.*"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import re
-import shutil
 import threading
 from collections import Counter, deque
 from pathlib import Path
@@ -42,9 +41,6 @@ class SampleWriter:
         self._folder = folder
         self._max_bytes = max_bytes
         self._queue_bytes = queue_bytes
-        for leftover in folder.glob(".hs_*"):
-            # A killed process's half-written file.
-            shutil.rmtree(leftover, ignore_errors=True)
         #: Size of each sample, oldest first.
         self._sizes = {number: self._size(number) for number in sample_numbers(folder)}
         self._next = max(self._sizes, default=-1) + 1
