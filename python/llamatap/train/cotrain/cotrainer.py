@@ -191,6 +191,7 @@ class CoTrainer(Closeable):
         """Tell the trainer what the samples hold.
 
         :raises InvalidInputError: those of before hold something else.
+        :raises OSError: a new folder cannot be written.
         """
         layers = tuple(int(layer) for layer in made.target_layers)
         said = self._side or self._before
@@ -201,7 +202,8 @@ class CoTrainer(Closeable):
             )
         name, trial = self._model.path.name, self._trial_record()
         side = ServingSide(name, self._sha256, made.kind, layers, n_threads, **trial, closed=False)
-        if self._side is None:
+        if said is None:
+            # A new folder: now or never.
             self.folder.tell(side)
         self._say(side)
 

@@ -319,9 +319,13 @@ def test_a_full_disk_ends_nothing(files: Files, tmp_path: Path, monkeypatch: pyt
         assert side is not None
         assert (side.in_use, side.before, side.before_rates) == (0, 0, None)
         monkeypatch.setattr(folder_module, "_write", full)
-    monkeypatch.undo()
-    # The folder was left nevertheless.
-    with serving(files, tmp_path):
+    # The folder was left nevertheless, and can be used again.
+    with serving(files, tmp_path, "right") as one:
+        one.generate(1)
+    with (
+        pytest.raises(OSError, match="No space left"),
+        serving(files, tmp_path / "new", "right"),
+    ):
         pass
 
 
