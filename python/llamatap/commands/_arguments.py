@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -272,16 +273,17 @@ def integers(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:
     return read
 
 
-def number_above(low: float) -> Callable[[str], float]:
-    """Argument type: a number above ``low``."""
+def number_above(low: float, *, or_equal: bool = False) -> Callable[[str], float]:
+    """Argument type: a number above ``low``, or also ``low`` itself."""
 
     def read(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
-            value = low
-        if not low < value < 2.0**32:
-            raise argparse.ArgumentTypeError(f"expected a number above {low:g}, found {shown(text)}")
+            value = math.nan
+        if not (low < value or (or_equal and low == value)) or not value < 2.0**32:
+            expected = f"of at least {low:g}" if or_equal else f"above {low:g}"
+            raise argparse.ArgumentTypeError(f"expected a number {expected}, found {shown(text)}")
         return value
 
     return read

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,11 @@ _NUMBERS: tuple[tuple[str, Any, str], ...] = (
     ("new_tokens", integers(1), "new tokens, before a further cycle"),
     ("cycle_tokens", integers(2), "most tokens of a cycle: the newest texts, then a choice of older ones"),
     ("held_out", integers(1), "most texts to measure on"),
-    ("better_by", number_above(0), "tokens per round that a drafter must gain on them to be published"),
+    (
+        "better_by",
+        number_above(0, or_equal=True),
+        "tokens per round that a drafter must gain on them to be published",
+    ),
     ("epochs", integers(1), "passes over the texts of a cycle"),
     ("steps", integers(1, 16), "drafting steps in the loss"),
     ("decay", number_above(0), "weight of a step, relative to the one before it"),
@@ -83,5 +88,9 @@ def run(arguments: argparse.Namespace) -> int:
     from llamatap.train.cotrain.trainer import train_in_folder
 
     options = TrainerOptions(**given(TrainerOptions, arguments))
-    train_in_folder(arguments.target, arguments.folder, arguments.draft, options)
+
+    def ready() -> None:
+        print(f"trains on what a server writes into {arguments.folder}; Ctrl-C ends it", file=sys.stderr)
+
+    train_in_folder(arguments.target, arguments.folder, arguments.draft, options, ready)
     return 0

@@ -165,7 +165,8 @@ class DraftLength:
             self._tries[i] *= _KEPT
         self._is_trial, self._accepted = False, 0
         measured = self._measured.get(n_sequences, {})
-        if len(measured.get(0, ())) < (2 if len(self._measured) < 2 else 1) and len(measured) < 2:
+        n_none = len(measured.get(0, ()))
+        if n_none == 0 or (n_none == 1 and len(measured) == len(self._measured) == 1):
             return 0
         best = self.best(n_sequences)
         usual = {1, self.longest // 2, self.longest} - {0}

@@ -43,14 +43,15 @@ class ConversationFile:
         self._options_file = path.with_name(path.name + ".options")
         if path.is_dir():
             raise InvalidInputError(f"{path} is a folder; the output is a file")
-        is_there = path.exists() and path.stat().st_size > 0
-        if is_there and not resume:
-            raise InvalidInputError(f"{path} exists; continue it (--resume), or remove it")
         try:
             self._lock = acquire(path, make=True, wait=False)
         except BlockingIOError:
             raise BusyError(f"another process writes {path}") from None
         try:
+            # Looked at with the lock: another process may have just written it.
+            is_there = path.stat().st_size > 0
+            if is_there and not resume:
+                raise InvalidInputError(f"{path} exists; continue it (--resume), or remove it")
             if is_there:
                 self._check_options(options)
                 self._read(frame)

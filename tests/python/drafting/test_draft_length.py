@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -236,3 +237,21 @@ def test_odd_measurements_raise_nothing() -> None:
 def test_wrong_longest_lengths_raise(longest: Any) -> None:
     with pytest.raises(lt.InvalidInputError):
         DraftLength(longest)
+
+
+def test_whatever_is_measured() -> None:
+    """Drafts that are shorter than asked for, rounds that are not measured, durations of 0."""
+    rng = random.Random(0)
+    for _ in range(200):
+        length = DraftLength(rng.randint(1, 8))
+        for _ in range(200):
+            n_sequences = rng.choice((1, 1, 2, 3))
+            chosen = length.choose(n_sequences)
+            assert 0 <= chosen <= length.longest
+            drafted = rng.randint(0, chosen) if rng.random() < 0.5 else chosen
+            if drafted:
+                length.observe(drafted, rng.randint(0, drafted))
+            if rng.random() < 0.8:
+                length.measure(
+                    drafted, rng.choice((0.0, rng.random())), n_sequences + rng.choice((0, 0, 0, 1))
+                )

@@ -16,7 +16,7 @@ from support.tiny import TinyLlama
 
 import llamatap as lt
 from llamatap.__main__ import main
-from llamatap.storage.locks import locked
+from llamatap.storage.locks import acquire, locked
 from llamatap.train.conversation_file import ConversationFile
 from llamatap.train.conversations import TurnFrame
 
@@ -172,6 +172,20 @@ def test_two_writers(tmp_path: Path) -> None:
     path.touch()
     with locked(path), pytest.raises(lt.BusyError, match="another process writes"):
         ConversationFile(path, {}, FRAME, resume=True)
+
+
+def test_a_writer_that_has_just_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file is not continued with other options."""
+    path = tmp_path / "out.jsonl"
+
+    def later(*arguments: Any, **options: Any) -> int:
+        path.write_text("{}\n")
+        return acquire(*arguments, **options)
+
+    monkeypatch.setattr("llamatap.train.conversation_file.acquire", later)
+    with pytest.raises(lt.InvalidInputError, match="exists; continue it"):
+        ConversationFile(path, {}, FRAME, resume=False)
+    assert path.read_text() == "{}\n"
 
 
 def test_without_a_conversation_nothing_is_left(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -32,7 +33,7 @@ from llamatap.train.cotrain.options import CoTrainOptions
 from llamatap.train.cotrain.sample_writer import SampleWriter
 from llamatap.train.cotrain.text_recorder import TextRecorder
 from llamatap.train.cotrain.trainer_process import TrainerProcess
-from llamatap.train.cotrain.trial import TrafficCounts, Trial
+from llamatap.train.cotrain.trial import N_STAGES, TrafficCounts, Trial, stage_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -110,11 +111,15 @@ class CoTrainer(Closeable):
         self._counting = threading.Lock()
         self._in_use = self._first_number(before)
         self._side: ServingSide | None = None
-        #: Rounds of the traffic since they were last looked at, by draft: rounds, accepted tokens.
-        self._rounds: Counter[int] = Counter()
-        self._accepted: Counter[int] = Counter()
+        # Whether the folder lacks it.
+        self._is_untold = False
+        # The error of the last look, so that each is told once.
+        self._failure = ""
+        #: Rounds of the traffic since they were last looked at, by draft and stage: rounds, accepted tokens.
+        self._rounds: Counter[tuple[int, int]] = Counter()
+        self._accepted: Counter[tuple[int, int]] = Counter()
         self._traffic = TrafficCounts(self.options.trial_rounds)
-        self._trial: Trial | None = None
+        self._trial = self._open_trial(before)
         self._offered: int | None = None
         self._logged = time.monotonic()
         self._unlogged: Counter[tuple[int, str]] = Counter()
@@ -134,6 +139,12 @@ class CoTrainer(Closeable):
         """Number of the draft to begin with: the one that was in use in the folder, if it is still there."""
         number = 0 if before is None else before.in_use
         return number if number not in self.folder.refused() and self._problem(number) is None else 0
+
+    def _open_trial(self, before: ServingSide | None) -> Trial | None:
+        """The trial that was not over when the process before this one ended: it begins anew."""
+        if before is None or self._in_use != before.in_use or len(before.before_rates or ()) != N_STAGES:
+            return None
+        return Trial(before.before, list(before.before_rates or ()))
 
     # For those who generate.
 
@@ -166,6 +177,10 @@ class CoTrainer(Closeable):
                 made.close()
                 raise
             self._drafters.add(made)
+            if self._offered is not None:
+                # What the other drafters will take.
+                with contextlib.suppress(Error, OSError, MemoryError):
+                    made.offer(self._offered, self._load(self._offered))
         return made
 
     def _load(self, number: int) -> Model:
@@ -176,6 +191,7 @@ class CoTrainer(Closeable):
         """Tell the trainer what the samples hold.
 
         :raises InvalidInputError: those of before hold something else.
+        :raises OSError: a new folder cannot be written.
         """
         layers = tuple(int(layer) for layer in made.target_layers)
         said = self._side or self._before
@@ -184,17 +200,31 @@ class CoTrainer(Closeable):
                 f"{self.folder.path} belongs to a drafter of kind {said.kind} on the layers "
                 f"{list(said.layers)}, this is {made.kind} on {list(layers)}; give another folder"
             )
-        self._side = ServingSide(
-            self._model.path.name,
-            self._sha256,
-            made.kind,
-            layers,
-            n_threads,
-            self._in_use,
-            self._in_use if self._trial is None else self._trial.before,
-            closed=False,
-        )
-        self.folder.tell(self._side)
+        name, trial = self._model.path.name, self._trial_record()
+        side = ServingSide(name, self._sha256, made.kind, layers, n_threads, **trial, closed=False)
+        if said is None:
+            # A new folder: now or never.
+            self.folder.tell(side)
+        self._say(side)
+
+    def _trial_record(self) -> dict[str, Any]:
+        trial = self._trial
+        return {
+            "in_use": self._in_use,
+            "before": self._in_use if trial is None else trial.before,
+            "before_rates": None if trial is None else [round(rate, 4) for rate in trial.rates],
+        }
+
+    def _say(self, side: ServingSide) -> None:
+        """Tell the trainer; later, if the folder cannot be written: the requests must go on."""
+        self._side = side
+        try:
+            self.folder.tell(side)
+            self._is_untold = False
+        except OSError as error:
+            if not self._is_untold:
+                _logger.warning("co-training in %s: %s", self.folder.path, error)
+            self._is_untold = True
 
     @property
     def in_use(self) -> int:
@@ -234,17 +264,19 @@ class CoTrainer(Closeable):
             return
         self._closed = True
         self._ending.set()
-        self._thread.join()
-        self._writer.close()
-        with self._changing:
-            self._count()
-            self._log_acceptance()
-            if self._side is not None:
-                self.folder.tell(dataclasses.replace(self._side, closed=True))
-        if self._trainer is not None:
-            self._trainer.close()
-        self._log.add("serving ended", draft=self._in_use)
-        locks.release(self._lock)
+        try:
+            self._thread.join()
+            self._writer.close()
+            with self._changing:
+                self._count()
+                self._log_acceptance()
+                if self._side is not None:
+                    self._say(dataclasses.replace(self._side, closed=True))
+            self._log.add("serving ended", draft=self._in_use)
+        finally:
+            if self._trainer is not None:
+                self._trainer.close()
+            locks.release(self._lock)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"draft {self._in_use}"
@@ -265,11 +297,12 @@ class CoTrainer(Closeable):
         else:
             self._writer.put(*sample)
 
-    def rounds(self, draft: int, rounds: int, accepted: int) -> None:
+    def round(self, draft: int, n_before: int, accepted: int) -> None:
         """See :class:`~llamatap.train.cotrain.drafter.Told`."""
+        key = draft, stage_of(n_before)
         with self._counting:
-            self._rounds[draft] += rounds
-            self._accepted[draft] += accepted
+            self._rounds[key] += 1
+            self._accepted[key] += accepted
 
     def taken(self, draft: int) -> None:
         """See :class:`~llamatap.train.cotrain.drafter.Told`."""
@@ -281,7 +314,7 @@ class CoTrainer(Closeable):
             self._offered = None
             before, self._in_use = self._in_use, draft
             going_back = self._trial is not None and self._trial.before == draft
-            self._trial = None if going_back else Trial(before, self._traffic.tokens_per_round)
+            self._trial = None if going_back else Trial(before, self._traffic.rates())
             self._traffic = TrafficCounts(self.options.trial_rounds)
             if not going_back:
                 self._log.add("swapped", draft=draft, before=before)
@@ -303,9 +336,12 @@ class CoTrainer(Closeable):
     def _safe_look(self) -> None:
         try:
             self.look()
-        except Exception:
+            self._failure = ""
+        except Exception as error:
             # The requests must go on.
-            _logger.exception("co-training in %s failed", self.folder.path)
+            if repr(error) != self._failure:
+                _logger.exception("co-training in %s failed", self.folder.path)
+            self._failure = repr(error)
 
     def look(self) -> None:
         """Look into the folder once, as a thread does every ``poll_seconds``: count the traffic, judge the
@@ -322,6 +358,8 @@ class CoTrainer(Closeable):
                 self._log_acceptance()
             if self._side is None:
                 return
+            if self._is_untold:
+                self._say(self._side)
             self.folder.give_sign()
             if self._trainer is not None:
                 self._trainer.look()
@@ -330,20 +368,20 @@ class CoTrainer(Closeable):
     def _count(self) -> None:
         """Count the rounds since the last time."""
         with self._counting:
-            found = [(draft, rounds, self._accepted[draft]) for draft, rounds in self._rounds.items()]
+            found = [(*key, rounds, self._accepted[key]) for key, rounds in self._rounds.items()]
             self._rounds.clear()
             self._accepted.clear()
-        for draft, rounds, accepted in found:
+        for draft, stage, rounds, accepted in found:
             self._unlogged[draft, "rounds"] += rounds
             self._unlogged[draft, "accepted"] += accepted
             if draft == self._in_use:
-                self._traffic.add(rounds, accepted)
+                self._traffic.add(stage, rounds, accepted)
                 if self._trial is not None:
-                    self._trial.add(rounds, accepted)
+                    self._trial.counts.add(stage, rounds, accepted)
 
     def _judge(self) -> None:
         trial = self._trial
-        if trial is None or self._offered is not None or not self._drafters:
+        if trial is None or self._offered is not None or not self._open_drafters():
             return
         verdict = trial.verdict(self.options)
         if verdict == "keep":
@@ -365,7 +403,7 @@ class CoTrainer(Closeable):
     def _offer_newest(self) -> None:
         """Offer the newest published draft, once the traffic of the one in use is known."""
         with self._changing:
-            busy = self._trial is not None or self._offered is not None or not self._drafters
+            busy = self._trial is not None or self._offered is not None or not self._open_drafters()
             if busy or self._traffic.rounds < self.options.trial_rounds:
                 return
             number = max(self.folder.candidates(), default=0)
@@ -377,6 +415,9 @@ class CoTrainer(Closeable):
                 self._refuse(number, problem)
             else:
                 self._offer(number)
+
+    def _open_drafters(self) -> list[CoTrainedDrafter]:
+        return [one for one in self._drafters if not one.closed]
 
     def _problem(self, number: int) -> str | None:
         """What is wrong with a published file; None if it is as published."""
@@ -396,7 +437,7 @@ class CoTrainer(Closeable):
     def _offer(self, number: int) -> bool:
         """Load a draft for each drafter, which takes it between two rounds. Returns whether it could be
         loaded."""
-        drafters = list(self._drafters)
+        drafters = self._open_drafters()
         models: list[Model] = []
         try:
             models.extend(self._load(number) for _ in drafters)
@@ -417,9 +458,7 @@ class CoTrainer(Closeable):
 
     def _say_in_use(self) -> None:
         if self._side is not None:
-            before = self._in_use if self._trial is None else self._trial.before
-            self._side = dataclasses.replace(self._side, in_use=self._in_use, before=before)
-            self.folder.tell(self._side)
+            self._say(dataclasses.replace(self._side, **self._trial_record()))
 
     def _log_acceptance(self) -> None:
         self._logged = time.monotonic()
@@ -440,7 +479,7 @@ class CoTrainer(Closeable):
 
 def _figures(trial: Trial) -> dict[str, Any]:
     return {
-        "tokens_per_round": round(trial.tokens_per_round, 4),
+        "tokens_per_round": round(trial.counts.tokens_per_round, 4),
         "before": round(trial.expected, 4),
-        "rounds": trial.rounds,
+        "rounds": round(trial.counts.rounds),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -19,6 +20,7 @@ from llamatap.errors import ClosedError, Error, InvalidInputError
 from llamatap.layers import LayerId
 from llamatap.model import Model
 from llamatap.states import States, take_rows
+from llamatap.train.cotrain.options import CoTrainOptions
 from llamatap.train.cotrain.text_recorder import TextRecorder
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ __all__ = ["CoTrainedDrafter", "Told"]
 class Told(Protocol):
     """What a drafter tells of its work; called by the thread that generates, and must not wait."""
 
+    options: CoTrainOptions
+
     @abstractmethod
     def recorder(self) -> TextRecorder | None:
         """A recorder for a text that begins; None for a text that is not collected."""
@@ -39,8 +43,8 @@ class Told(Protocol):
         """A text ended."""
 
     @abstractmethod
-    def rounds(self, draft: int, rounds: int, accepted: int) -> None:
-        """Rounds with a draft, and the tokens accepted in them."""
+    def round(self, draft: int, n_before: int, accepted: int) -> None:
+        """A round that a draft was asked for, how many its text had before, and the tokens accepted in it."""
 
     @abstractmethod
     def taken(self, draft: int) -> None:
@@ -99,8 +103,9 @@ class CoTrainedDrafter(Drafter):
         self.target_layers: tuple[LayerId, ...] = (*own, n_layer)
         self.draws = drafter.draws
         self._n_max = drafter.n_max
-        #: Rows of the last batch of each sequence.
-        self._n_rows: dict[int, int] = {}
+        # The sequences that a draft was asked for in this round, and how many such rounds they had before.
+        self._asked: set[int] = set()
+        self._n_rounds: Counter[int] = Counter()
         self._recorders: dict[int, TextRecorder | None] = {}
         # What another thread has loaded, to be taken between two rounds.
         self._offer: tuple[int, Model] | None = None
@@ -142,6 +147,11 @@ class CoTrainedDrafter(Drafter):
         with self._offering:
             return self._offer is not None or self._taking
 
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
     def close(self) -> None:
         """Free the draft contexts; texts in flight are not collected. A second call does nothing."""
         with self._offering:
@@ -174,14 +184,19 @@ class CoTrainedDrafter(Drafter):
             elif own:
                 some = sorted(row for seq in own for row in rows[seq])
                 one.drafter.process(_part(batch, some), take_rows(states, some))
+        recorded = states.select(self.target_layers)
+        recorders = [one for one in self._recorders.values() if one is not None]
+        room = self._told.options.text_bytes - sum(one.n_bytes for one in recorders)
         for seq, found in rows.items():
-            self._n_rows[seq] = len(found)
             if (recorder := self._recorders[seq]) is not None:
-                recorder.add(states.select(self.target_layers), found)
+                before = recorder.n_bytes
+                recorder.add(recorded, found, room)
+                room -= recorder.n_bytes - before
 
     def draft(self, requests: Mapping[int, DraftRequest]) -> dict[int, Draft]:
         check_requests(requests)
         self._take()
+        self._asked = set(requests)
         drafts: dict[int, Draft] = {}
         for one in self._in_use():
             own = {seq: request for seq, request in requests.items() if seq in one.seqs}
@@ -193,13 +208,16 @@ class CoTrainedDrafter(Drafter):
         for one in self._in_use():
             if seq in one.seqs:
                 one.drafter.accept(seq, n)
-                if self._n_rows.get(seq, 0) > 1:
-                    self._told.rounds(one.number, 1, n)
+                if seq in self._asked:
+                    self._told.round(one.number, self._n_rounds[seq], n)
+        self._n_rounds[seq] += seq in self._asked
+        self._asked.discard(seq)
         if (recorder := self._recorders.get(seq)) is not None:
             recorder.accept(n)
 
     def reset(self, seq: int) -> None:
-        self._n_rows.pop(seq, None)
+        self._asked.discard(seq)
+        self._n_rounds.pop(seq, None)
         recorder = self._recorders.pop(seq, None)
         try:
             for one in self._in_use():

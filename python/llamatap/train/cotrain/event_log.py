@@ -11,7 +11,7 @@ Each entry has ``time`` (seconds of the epoch), ``side`` ("serving" or "trainer"
 ``refused``     ``draft``, ``reason``
 ``trained``     ``cycle``, ``steps``, ``tokens``, ``seconds``, ``held_out`` (tokens per round), ``in_use``
                 (those of the draft in use), ``loss``
-``published``   ``draft``, ``base``
+``published``   ``draft``, ``base``; or ``not published``: ``draft``, ``reason``
 ==============  ============================================================================================
 
 Others say that a side started or ended.

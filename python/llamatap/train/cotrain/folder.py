@@ -37,6 +37,16 @@ from llamatap.storage.file_hashes import file_sha256
 __all__ = ["CoTrainFolder", "Published", "ServingSide"]
 
 _Record = TypeVar("_Record", "ServingSide", "Published")
+# What JSON gives for the annotations of records.
+_TYPES: dict[str, Any] = {
+    "bool": bool,
+    "float": (int, float),
+    "int": int,
+    "str": str,
+    "str | None": (str, type(None)),
+    "tuple[float, ...] | None": (list, type(None)),
+    "tuple[int, ...]": list,
+}
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,8 @@ class ServingSide:
     :ivar n_threads: threads of the engine.
     :ivar in_use: number of the draft in use; 0 for the one that it began with.
     :ivar before: number of the one that it would go back to; ``in_use`` when it was kept.
+    :ivar before_rates: tokens per round of that one on the traffic, for each stage of a text
+        (:mod:`llamatap.train.cotrain.trial`); None without a trial.
     :ivar closed: whether it ended in order.
     """
 
@@ -60,6 +72,7 @@ class ServingSide:
     n_threads: int
     in_use: int
     before: int
+    before_rates: tuple[float, ...] | None
     closed: bool
 
 
@@ -98,6 +111,8 @@ class CoTrainFolder:
         self.plot = self.path / "acceptance.png"
         self.trainer_log = self.path / "trainer.log"
         self._serving = self.path / "serving.json"
+        # Reasons that could not be written.
+        self._unwritten: dict[int, dict[str, Any]] = {}
         for one in (self.samples, self.drafters, self.checkpoints):
             one.mkdir(parents=True, exist_ok=True)
 
@@ -142,7 +157,7 @@ class CoTrainFolder:
 
     def give_sign(self) -> None:
         """Show the trainer that the serving side lives."""
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             os.utime(self._serving)
 
     def silent_seconds(self) -> float:
@@ -153,12 +168,18 @@ class CoTrainFolder:
             return float("inf")
 
     def refuse(self, number: int, reason: str, figures: dict[str, Any]) -> None:
-        """Record that a draft was not taken, or given up."""
-        _write(self.drafters / f"{number}.refused.json", {"reason": reason, **figures})
+        """Record that a draft was not taken, or given up. If that cannot be written, :meth:`refused` tries
+        again."""
+        self._unwritten[number] = {"reason": reason, **figures}
+        self.refused()
 
     def refused(self) -> set[int]:
         """The numbers of refused drafts."""
-        return _numbers(self.drafters, ".refused.json")
+        for number, record in [*self._unwritten.items()]:
+            with contextlib.suppress(OSError):
+                _write(self.drafters / f"{number}.refused.json", record)
+                del self._unwritten[number]
+        return _numbers(self.drafters, ".refused.json") | self._unwritten.keys()
 
     # What the trainer publishes.
 
@@ -218,7 +239,11 @@ class CoTrainFolder:
     def remove_leftovers(self, side: str) -> None:
         """Remove the half-written files that a killed process of a side left; call with its lock."""
         patterns = {
-            "serving": [(self.path, ".serving.json.*"), (self.drafters, ".*.refused.json.*")],
+            "serving": [
+                (self.path, ".serving.json.*"),
+                (self.drafters, ".*.refused.json.*"),
+                (self.samples, ".hs_*"),
+            ],
             "trainer": [
                 (self.path, ".draft-*"),
                 (self.path, ".acceptance.png.*"),
@@ -245,8 +270,16 @@ def _write(path: Path, record: dict[str, Any]) -> None:
 
 def _read(path: Path, kind: type[_Record]) -> _Record | None:
     try:
-        return kind(**json.loads(path.read_text()))
+        found = kind(**json.loads(path.read_text()))
+        for one in dataclasses.fields(found):
+            value = getattr(found, one.name)
+            is_list = isinstance(value, list)
+            if not isinstance(value, _TYPES[str(one.type)]) or (
+                is_list and not all(isinstance(item, (int, float)) for item in value)
+            ):
+                raise ValueError(f"{one.name} is {value!r}")
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError) as error:
+    except (OSError, RecursionError, TypeError, ValueError) as error:
         raise InvalidInputError(f"{path} is not a file of co-training: {error}") from error
+    return found

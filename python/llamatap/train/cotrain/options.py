@@ -24,10 +24,12 @@ class CoTrainOptions:
 
     :ivar share: share of the texts that are collected, above 0 to 1.
     :ivar max_length: tokens of a text that are collected, prompt included; the rest of it is not.
+    :ivar text_bytes: memory of the states of texts in flight, in a context. When it is full, these texts are
+        collected up to there.
     :ivar max_bytes: size limit of all samples in the folder. The oldest make room for new ones.
     :ivar queue_bytes: memory of samples that wait to be written. Samples that find no room are dropped.
-    :ivar trial_rounds: rounds with drafts (one text, one pass of the target) that a new drafter is tried for;
-        before it comes, the one in use must have as many.
+    :ivar trial_rounds: rounds (one text, one pass of the target) with a draft asked for that a new drafter is
+        tried for; before it comes, the one in use must have as many.
     :ivar margin: tokens per round that a new drafter may be below the one before it at the end of its trial.
         After a part of the trial it may be lower, by the inverse square root of that part, as chance would
         have it; before a tenth of the trial nothing is decided.
@@ -38,6 +40,7 @@ class CoTrainOptions:
 
     share: float = 1.0
     max_length: int = 1024
+    text_bytes: int = 256 * 2**20
     max_bytes: int = 2**30
     queue_bytes: int = 64 * 2**20
     trial_rounds: int = 2000
@@ -48,7 +51,7 @@ class CoTrainOptions:
     def __post_init__(self) -> None:
         for name, low in (("max_length", 2), ("trial_rounds", 1)):
             integer(name, getattr(self, name), low)
-        for name in ("max_bytes", "queue_bytes"):
+        for name in ("text_bytes", "max_bytes", "queue_bytes"):
             integer(name, getattr(self, name), 1, 2**63 - 1)
         _at_least("share", self.share, 0, above=True)
         if self.share > 1:

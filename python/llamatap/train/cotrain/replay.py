@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from llamatap._system_limits import require_memory
 from llamatap.storage.tensor_files import read_tensors
 from llamatap.train.cotrain.folder import CoTrainFolder
 from llamatap.train.cotrain.sample_writer import sample_numbers
@@ -41,13 +42,11 @@ class CycleSamples:
 
     :ivar training: indices of those to train on.
     :ivar held_out: indices of those to measure on.
-    :ivar newest: number of the newest sample that was in the folder.
     """
 
     samples: SampleTensors
     training: list[int]
     held_out: list[int]
-    newest: int
 
 
 class Replay:
@@ -56,21 +55,32 @@ class Replay:
     :param model_sha256: hash of the target's file.
     :param columns: the layers that the head reads, and H_n.
     :param n_embd: width of a state.
-    :ivar unusable: number of samples of another target, without these layers, or unreadable.
+    :param n_vocab: tokens are 0..n_vocab-1.
+    :ivar unusable: number of samples of another target, without these layers, or damaged.
+    :ivar newest: number of the newest sample; -1 without any.
     """
 
     def __init__(
-        self, folder: CoTrainFolder, model_sha256: str | None, columns: Sequence[int], n_embd: int
+        self,
+        folder: CoTrainFolder,
+        model_sha256: str | None,
+        columns: Sequence[int],
+        n_embd: int,
+        n_vocab: int,
     ) -> None:
         self._folder = folder.samples
         self._sha256 = model_sha256
         self._columns = list(columns)
-        self._n_embd = n_embd
+        self._n_embd, self._n_vocab = n_embd, n_vocab
         self._known: dict[int, _About | None] = {}
 
     @property
     def unusable(self) -> int:
         return sum(one is None for one in self._known.values())
+
+    @property
+    def newest(self) -> int:
+        return max(self._known, default=-1)
 
     def look(self) -> None:
         """Look for new samples, and forget those that are gone."""
@@ -87,14 +97,17 @@ class Replay:
         try:
             tensors, made, _ = read_tensors(self._path(number), ("token_ids", "loss_mask"))
             tokens, mask = tensors["token_ids"].astype(np.int64), tensors["loss_mask"] > 0
-        except (OSError, ValueError, KeyError):
+            fits = (
+                made.get("model_sha256") in (None, self._sha256)
+                and set(self._columns) <= set(made["layers"])
+                and tokens.ndim == 1
+                and tokens.shape == mask.shape
+                and mask[1:].any()
+                # Elsewhere PyTorch would end the process.
+                and 0 <= tokens.min() <= tokens.max() < self._n_vocab
+            )
+        except (OSError, ValueError, KeyError, TypeError):
             return None
-        fits = (
-            made.get("model_sha256") in (None, self._sha256)
-            and set(self._columns) <= set(made.get("layers", ()))
-            and len(tokens) == len(mask)
-            and mask[1:].any()
-        )
         if not fits:
             return None
         prompt = tokens[: int(mask.argmax())].tobytes()
@@ -139,28 +152,38 @@ class Replay:
         return chosen, held[-held_out:]
 
     def load(self, training: Sequence[int], held_out: Sequence[int]) -> CycleSamples:
-        """Load samples; those that are gone by now are left out."""
+        """Load samples; those that are gone by now, or have others' states, are left out.
+
+        :raises OutOfMemoryError: they do not fit into memory.
+        """
         n_tokens = self.n_tokens([*training, *held_out])
+        require_memory(
+            2 * n_tokens * len(self._columns) * self._n_embd,
+            f"the states of {n_tokens} tokens take",
+            "give fewer (cycle_tokens, --cycle-tokens; held_out, --held-out)",
+        )
         found = SampleTensors.empty(n_tokens, len(self._columns), self._n_embd)
         indices: tuple[list[int], list[int]] = ([], [])
         for side, numbers in enumerate((training, held_out)):
             for number in numbers:
-                try:
-                    tensors, made, _ = read_tensors(
-                        self._path(number), ("token_ids", "loss_mask", "hidden_states")
-                    )
-                except (OSError, ValueError):
+                about = self._known[number]
+                if about is None or self._about(number) != about:
+                    # Another one by now: a new server counts from 0 if it finds none.
+                    self._known.pop(number)
                     continue
-                states = tensors["hidden_states"]
-                tokens = tensors["token_ids"].astype(np.int32)
-                layers = made["layers"]
-                if states.shape != (len(tokens), len(layers), self._n_embd):
+                try:
+                    names = ("token_ids", "loss_mask", "hidden_states")
+                    tensors, made, _ = read_tensors(self._path(number), names)
+                    layers, states = made["layers"], tensors["hidden_states"]
+                    states = states[:, [layers.index(layer) for layer in self._columns]].astype(np.float32)
+                    if states.shape[0::2] != (about.n_tokens, self._n_embd) or not np.isfinite(states).all():
+                        raise ValueError
+                except (OSError, ValueError, KeyError, IndexError, TypeError):
                     self._known[number] = None
                     continue
-                columns = [layers.index(layer) for layer in self._columns]
-                found.add(tokens, tensors["loss_mask"] > 0, states[:, columns])
+                found.add(tensors["token_ids"].astype(np.int32), tensors["loss_mask"] > 0, states)
                 indices[side].append(len(found) - 1)
-        return CycleSamples(found, *indices, max(self._known, default=-1))
+        return CycleSamples(found, *indices)
 
 
 def _hash(data: bytes) -> bytes:

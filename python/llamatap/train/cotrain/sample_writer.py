@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import re
-import shutil
 import threading
 from collections import Counter, deque
 from pathlib import Path
@@ -42,9 +41,6 @@ class SampleWriter:
         self._folder = folder
         self._max_bytes = max_bytes
         self._queue_bytes = queue_bytes
-        for leftover in folder.glob(".hs_*"):
-            # A killed process's half-written file.
-            shutil.rmtree(leftover, ignore_errors=True)
         #: Size of each sample, oldest first.
         self._sizes = {number: self._size(number) for number in sample_numbers(folder)}
         self._next = max(self._sizes, default=-1) + 1
@@ -107,7 +103,12 @@ class SampleWriter:
                 states, loss_mask = self._queue.popleft()
                 self._waiting_bytes -= states.array.nbytes
                 self._busy = True
-            reason = self._write(states, loss_mask)
+            try:
+                reason = self._write(states, loss_mask)
+            except Exception:
+                # The next ones may do better.
+                _logger.exception("a sample of co-training cannot be written")
+                reason = "cannot be written"
             del states, loss_mask
             with self._changed:
                 self._busy = False
@@ -126,10 +127,10 @@ class SampleWriter:
         n_bytes = states.array.nbytes + 12 * len(states) + _HEADER_BYTES
         if n_bytes > self._max_bytes:
             return "too large"
-        self._make_room(n_bytes)
         number = self._next
         self._next += 1
         try:
+            self._make_room(n_bytes)
             FileConnector(self._folder).put(states, index=number, loss_mask=loss_mask)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -28,18 +28,29 @@ class TextRecorder:
         self._n = 0
         # Whether the last part may still lose rows.
         self._open = False
+        self._row_bytes = 0
 
-    def add(self, states: States, rows: Sequence[int]) -> None:
+    @property
+    def n_bytes(self) -> int:
+        """Size of the recorded states."""
+        return self._n * self._row_bytes
+
+    def add(self, states: States, rows: Sequence[int], room: int) -> None:
         """Record the entries of a batch.
 
         :param rows: those of the text, in order of position.
+        :param room: bytes that the states may take. Where they do not suffice, the record ends.
         """
-        self._open = self._n < self._max_length
+        self._row_bytes = row_bytes = 2 * states.array[0].size
+        n = min(len(rows), self._max_length - self._n, max(0, room) // row_bytes)
+        if n < len(rows):
+            # Later tokens would not follow upon the recorded ones.
+            self._max_length = self._n + n
+        self._open = n > 0
         if self._open:
-            part = take_rows(states, rows[: self._max_length - self._n], DTYPES["bfloat16"])
-            self._parts.append(part)
+            self._parts.append(take_rows(states, rows[:n], DTYPES["bfloat16"]))
             self._generated.append(False)
-            self._n += len(part)
+            self._n += n
 
     def accept(self, n: int) -> None:
         """Keep ``n`` drafted tokens of the last batch, and the token before them."""

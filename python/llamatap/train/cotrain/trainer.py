@@ -6,6 +6,7 @@ import logging
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ def train_in_folder(
     folder: str | os.PathLike[str],
     draft: str | os.PathLike[str],
     options: TrainerOptions | None = None,
+    ready: Callable[[], object] = lambda: None,
 ) -> None:
     """Train a drafter on the samples that a serving side writes into a folder, and publish what is better
     there, until SIGTERM, Ctrl-C or an option ends it.
@@ -65,6 +67,7 @@ def train_in_folder(
         it was made from: EAGLE-3 as a ``.gguf`` file or a folder, an MTP block as ``.safetensors`` or
         ``.gguf``. Afterwards, also when the trainer is started again, it is the newest published draft that
         was not given up.
+    :param ready: called when it waits for samples.
     :raises InvalidInputError: another process trains in the folder, the folder or the draft belongs to
         another target.
     :raises UnsupportedError: the draft or the target cannot be trained with.
@@ -85,8 +88,9 @@ def train_in_folder(
         serving = place.serving_side()
         engine_threads = 0 if serving is None else serving.n_threads
         torch.set_num_threads(options.n_threads or max(1, default_threads() - engine_threads))
-        trainer = DrafterTrainer(target_path, place, draft_path, options)
         with StopSignals() as stop:
+            trainer = DrafterTrainer(target_path, place, draft_path, options)
+            ready()
             trainer.run(lambda: stop.requested)
     finally:
         locks.release(lock)
@@ -120,7 +124,9 @@ class DrafterTrainer:
         self._full_head = torch.from_numpy(self._weights.head).to(self._device)
         n_layer = self._weights.n_layer
         read = list(self._head.target_layers) if isinstance(self._head, Eagle3Head) else []
-        self._replay = Replay(folder, self._sha256, [*read, n_layer], self._weights.n_embd)
+        self._replay = Replay(
+            folder, self._sha256, [*read, n_layer], self._weights.n_embd, self._weights.n_vocab
+        )
         self._rng = np.random.default_rng(options.seed)
         self._newest_sample = -1
         self._cycle = 0
@@ -219,6 +225,8 @@ class DrafterTrainer:
             self._begin_with_newest()
             self._log.add("began again", draft=self.reference, given_up=given_up)
         self._replay.look()
+        # Samples count from 0 again if all were removed.
+        self._newest_sample = min(self._newest_sample, self._replay.newest)
         training, held_out = self._replay.sides()
         new = [number for number in training if number > self._newest_sample]
         enough = (
@@ -233,7 +241,7 @@ class DrafterTrainer:
         if not loaded.training or not loaded.held_out:
             return False
         self._cycle += 1
-        self._newest_sample = loaded.newest
+        self._newest_sample = self._replay.newest
         try:
             self._train(loaded, must_stop)
         except NotFiniteError as error:
@@ -305,9 +313,16 @@ class DrafterTrainer:
         kind: Any = self.options.type or ("bf16" if self._head.kind == "mtp" else "q8_0")
         name = f"{number}.safetensors" if self._head.kind == "mtp" else str(number)
         path = self._folder.checkpoints / name
-        checkpoint = write_head(path, self._head, self._weights, dtype="float32")
-        to_gguf(checkpoint, self._target, self._folder.draft(number), type=kind)
-        self._folder.publish(number, self.reference, round(new, 4), round(old, 4))
+        try:
+            checkpoint = write_head(path, self._head, self._weights, dtype="float32")
+            to_gguf(checkpoint, self._target, self._folder.draft(number), type=kind)
+            self._folder.publish(number, self.reference, round(new, 4), round(old, 4))
+        except OSError as error:
+            # The head is trained on; there may be room after the next cycle.
+            self._log.add("not published", draft=number, reason=str(error))
+            _logger.warning("draft %d cannot be published: %s", number, error)
+            self._folder.remove_old(self.options.keep)
+            return
         self._log.add("published", draft=number, base=self.reference)
         self.reference = number
         self._in_use = _copied(self._head)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import subprocess
 import time
@@ -12,6 +13,8 @@ from llamatap.train.cotrain.event_log import EventLog
 from llamatap.train.cotrain.folder import CoTrainFolder
 
 __all__ = ["TrainerProcess"]
+
+_logger = logging.getLogger("llamatap")
 
 #: Seconds before it is started again: after each end twice as many, up to the last.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 300.0
@@ -48,27 +51,29 @@ class TrainerProcess:
                 return
             if now - self._started > _LONG_RUN:
                 self._pause = _FIRST_PAUSE
-            self._log.add(
-                "trainer ended", status=status, said=self._last_lines(), started_again_in=self._pause
-            )
+            said = self._last_lines()
+            self._log.add("trainer ended", status=status, said=said, started_again_in=self._pause)
+            last = (said.splitlines() or ["nothing"])[-1]
+            _logger.warning("the trainer of co-training ended with status %d and said: %s", status, last)
             self._process = None
             self._next_start = now + self._pause
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         if now < self._next_start or self._folder.is_locked("trainer"):
             return
-        with self._folder.trainer_log.open("wb") as said:
+        with self._folder.trainer_log.open("wb") as file:
             try:
                 # A group of its own: Ctrl-C in the server's terminal is the server's.
                 self._process = subprocess.Popen(
                     self._command,
                     stdin=subprocess.DEVNULL,
-                    stdout=said,
-                    stderr=said,
+                    stdout=file,
+                    stderr=file,
                     start_new_session=True,
                     env={**os.environ, "OMP_WAIT_POLICY": "passive"},
                 )
             except OSError as error:
                 self._log.add("trainer not started", error=str(error))
+                _logger.warning("the trainer of co-training cannot be started: %s", error)
                 self._next_start = now + _LONGEST_PAUSE
                 return
         self._started = now
@@ -87,6 +92,7 @@ class TrainerProcess:
             process.wait()
 
     def _last_lines(self) -> str:
-        with contextlib.suppress(OSError):
-            return self._folder.trainer_log.read_text(errors="replace")[-500:]
+        with contextlib.suppress(OSError), self._folder.trainer_log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 500))
+            return file.read().decode(errors="replace")
         return ""

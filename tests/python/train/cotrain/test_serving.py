@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -16,11 +17,13 @@ from support.generation import EXACT, ragged
 from support.numerics import relative
 from support.tiny import TinyLlama
 from support.tiny_models import drafters
-from support.tiny_models.rigged import write_rigged_model, wrong_at
+from support.tiny_models.rigged import write_rigged_eagle3, write_rigged_model, wrong_at
 
 import llamatap as lt
 from llamatap.connectors.files import FileConnector
 from llamatap.train import CoTrainer, CoTrainOptions
+from llamatap.train.cotrain import cotrainer as cotrainer_module
+from llamatap.train.cotrain import folder as folder_module
 from llamatap.train.cotrain.folder import CoTrainFolder
 from llamatap.train.cotrain.sample_writer import sample_numbers
 
@@ -129,6 +132,31 @@ def test_it_goes_back_when_tokens_per_round_fall(files: Files, tmp_path: Path) -
         one.cotrainer.look()
         one.generate(4)
         assert one.cotrainer.in_use == 3
+
+
+def test_a_draft_is_as_good_as_itself(files: Files, tmp_path: Path) -> None:
+    """Although it begins with the first rounds of many texts, which give the fewest tokens."""
+    late = write_rigged_eagle3(tmp_path / "late.gguf", F, wrong_at(F, range(3, 20)))
+    late_files = Files(files.target, {"late": late})
+    with serving(late_files, tmp_path / "f", "late", n_seq_max=16, trial_rounds=100) as one:
+
+        def add(n: int) -> None:
+            for _ in range(n):
+                one.session.add([63, 3], max_tokens=56, ignore_eos=True)
+
+        add(16)
+        one.finish()
+        publish(one.folder, 1, late)
+        one.cotrainer.look()
+        add(16)
+        for _ in range(5):
+            one.session.step()
+            one.cotrainer.look()
+        assert one.cotrainer.in_use == 1
+        one.finish()
+        one.cotrainer.look()
+        (event,) = one.events("kept", "went back")
+        assert event["event"] == "kept"
 
 
 def test_two_draft_contexts_at_most(files: Files, tmp_path: Path) -> None:
@@ -260,14 +288,175 @@ def test_a_slow_disk_blocks_no_request(files: Files, tmp_path: Path, monkeypatch
 
 
 def test_a_full_disk_ends_nothing(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither samples nor what is told to the trainer; that is told as soon as there is room."""
+
     def full(*arguments: Any, **options: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(FileConnector, "put", full)
-    with serving(files, tmp_path) as one:
-        assert len(one.generate(3)) == 3
+    with serving(files, tmp_path, "right") as one:
+        one.generate(8)
         assert one.cotrainer.flush()
-        assert one.cotrainer.dropped == {"no room on the disk": 3}
+        publish(one.folder, 1, files.drafts["wrong"])
+        one.cotrainer.look()
+        with monkeypatch.context() as patch:
+            patch.setattr(FileConnector, "put", full)
+            patch.setattr(folder_module, "_write", full)
+            one.generate(6)
+            assert one.cotrainer.in_use == 1
+            one.cotrainer.look()
+            one.generate(6)
+            assert one.cotrainer.in_use == 0
+            assert one.cotrainer.flush()
+            assert one.cotrainer.dropped == {"no room on the disk": 12}
+            one.generate(6)
+            one.cotrainer.look()
+            # Given up, although the folder does not say so.
+            assert not one.drafter.has_offer
+            assert list(one.folder.drafters.glob("*.refused.json")) == []
+        one.cotrainer.look()
+        assert (one.folder.drafters / "1.refused.json").exists()
+        side = one.folder.serving_side()
+        assert side is not None
+        assert (side.in_use, side.before, side.before_rates) == (0, 0, None)
+        monkeypatch.setattr(folder_module, "_write", full)
+    # The folder was left nevertheless, and can be used again.
+    with serving(files, tmp_path, "right") as one:
+        one.generate(1)
+    with (
+        pytest.raises(OSError, match="No space left"),
+        serving(files, tmp_path / "new", "right"),
+    ):
+        pass
+
+
+def test_a_sample_that_cannot_be_removed_ends_nothing(files: Files, tmp_path: Path) -> None:
+    (tmp_path / "samples" / "hs_0.safetensors" / "a").mkdir(parents=True)
+    with serving(files, tmp_path, max_bytes=100_000) as one:
+        one.generate(12)
+        assert one.cotrainer.flush()
+        assert one.cotrainer.dropped["cannot be written"] == 1
+        assert len(sample_numbers(one.folder.samples)) > 3
+
+
+def test_a_draft_that_drafts_nothing_is_given_up(files: Files, tmp_path: Path) -> None:
+    """A head of NaN gives no drafts, so it has no rounds with any."""
+    with serving(files, tmp_path) as one:
+        one.generate(8)
+        path = one.folder.draft(1)
+        content = bytearray(files.drafts["right"].read_bytes())
+        content[-65536:] = np.full(16384, np.nan, np.float32).tobytes()
+        path.write_bytes(content)
+        one.folder.publish(1, 0, 2.0, 1.5)
+        one.cotrainer.look()
+        found = [*one.generate(2), *one.generate(4)]
+        assert one.cotrainer.in_use == 1
+        assert found[-1].stats.drafted == 0
+        one.cotrainer.look()
+        one.generate(2)
+        assert one.cotrainer.in_use == 0
+        (event,) = one.events("went back")
+        assert event["tokens_per_round"] == 1.0
+
+
+NUMBERS = '"n_bytes": 1, "sha256": "", "tokens_per_round": 2, "base_tokens_per_round": 1'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        "null",
+        "[" * 100_000,
+        '{"number": 1}',
+        f'{{"number": 1, "base": [], {NUMBERS}}}',
+        f'{{"number": "1", "base": 0, {NUMBERS}}}',
+    ],
+    ids=["a folder", "null", "nested", "incomplete", "a list", "a string"],
+)
+def test_a_broken_description_is_refused(content: str | None, files: Files, tmp_path: Path) -> None:
+    """And the next draft is taken."""
+    with serving(files, tmp_path) as one:
+        one.generate(8)
+        path = one.folder.drafters / "1.json"
+        path.mkdir() if content is None else path.write_text(content)
+        one.cotrainer.look()
+        (event,) = one.events("refused")
+        assert event["draft"] == 1
+        assert "1.json is not a file of co-training" in event["reason"]
+        publish(one.folder, 2, files.drafts["right"])
+        one.cotrainer.look()
+        one.generate(4)
+        assert one.cotrainer.in_use == 2
+
+
+@pytest.mark.parametrize(
+    "changes", [{"in_use": []}, {"layers": 5}, {"before": "0"}, {"more": 1}, {"closed": None}], ids=str
+)
+def test_a_folder_of_another_version_is_refused(
+    changes: dict[str, Any], files: Files, tmp_path: Path
+) -> None:
+    with serving(files, tmp_path) as one:
+        one.generate(1)
+    path = tmp_path / "serving.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with (
+        pytest.raises(lt.InvalidInputError, match=r"serving\.json is not a file of co-training"),
+        serving(files, tmp_path),
+    ):
+        pass
+
+
+def test_a_trial_survives_a_kill(files: Files, tmp_path: Path) -> None:
+    """Otherwise a bad draft that was on trial would be kept."""
+    with serving(files, tmp_path, "right") as one:
+        one.generate(8)
+        publish(one.folder, 1, files.drafts["wrong"])
+        one.cotrainer.look()
+        one.generate(1, 8)
+        assert one.cotrainer.trial is not None
+        rates = one.cotrainer.trial.rates
+    with serving(files, tmp_path, "right") as one:
+        assert one.cotrainer.in_use == 1
+        trial = one.cotrainer.trial
+        assert trial is not None
+        assert trial.before == 0
+        assert trial.rates == pytest.approx(rates, abs=1e-4)
+        one.generate(4)
+        one.cotrainer.look()
+        one.generate(4)
+        assert one.cotrainer.in_use == 0
+        assert one.folder.refused() == {1}
+    with serving(files, tmp_path, "right") as one:
+        assert (one.cotrainer.in_use, one.cotrainer.trial) == (0, None)
+
+
+def test_a_drafter_that_is_made_while_another_draft_waits(files: Files, tmp_path: Path) -> None:
+    with serving(files, tmp_path) as one, one.cotrainer._model.context(n_ctx=256, **EXACT) as context:
+        one.generate(8)
+        publish(one.folder, 1, files.drafts["right"])
+        one.cotrainer.look()
+        other = one.cotrainer.drafter(context, n_max=3)
+        one.generate(4)
+        list(lt.generate(context, [3, 4], other, max_tokens=5))
+        assert (one.drafter.number, other.number, one.cotrainer.in_use) == (1, 1, 1)
+        other.close()
+
+
+def test_nothing_is_loaded_for_closed_drafters(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(files, tmp_path) as one:
+        one.generate(8)
+        publish(one.folder, 1, files.drafts["right"])
+        one.session.close()
+        one.drafter.close()
+
+        def no_load(*arguments: Any, **options: Any) -> Any:
+            pytest.fail("loaded")
+
+        monkeypatch.setattr(cotrainer_module, "load_draft", no_load)
+        one.cotrainer.look()
+        assert one.cotrainer.in_use == 0
 
 
 def test_bounds_of_a_text(files: Files, tmp_path: Path) -> None:
@@ -284,6 +473,32 @@ def test_bounds_of_a_text(files: Files, tmp_path: Path) -> None:
         one.generate(40, 4)
         assert one.cotrainer.flush()
         assert 10 < len(sample_numbers(one.folder.samples)) < 30
+
+
+def test_texts_in_flight_take_bounded_memory(files: Files, tmp_path: Path) -> None:
+    """Beyond it their samples are shorter, but whole up to there."""
+    row = 2 * 4 * 64
+    with serving(files, tmp_path, text_bytes=40 * row, draft="fair") as one:
+        most = 0
+        for i in range(4):
+            one.add(i, 40)
+        while one.session.pending:
+            one.session.step()
+            recorders = [found for found in one.drafter._recorders.values() if found is not None]
+            most = max(most, sum(found.n_bytes for found in recorders))
+        assert 36 * row < most <= 40 * row
+        assert one.cotrainer.flush()
+        reader = FileConnector(one.folder.samples)
+        lengths = []
+        for number in sample_numbers(one.folder.samples):
+            sample = reader.get_cached(number)
+            assert sample is not None
+            tokens = sample["token_ids"].tolist()
+            assert tokens[3:] == [F[token] for token in tokens[2:-1]]
+            assert sample["hidden_states"].shape == (len(tokens), 4, 64)
+            lengths.append(len(tokens))
+        assert sum(lengths) <= 40
+        assert len(lengths) == 4
 
 
 def test_a_folder_is_of_one_server_and_one_target(files: Files, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from support.tiny import TinyLlama
 
 import llamatap as lt
 from llamatap.connectors.files import FileConnector
+from llamatap.storage.tensor_files import read_tensors, write_tensors
 from llamatap.train import CoTrainer, CoTrainOptions, TrainerOptions
 from llamatap.train.cotrain.event_log import read_events
 from llamatap.train.cotrain.folder import CoTrainFolder
@@ -28,6 +29,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch; `nox -s train` insta
 from support.heads import HEADS, LAYERS, head_of  # noqa: E402
 
 from llamatap.convert import to_gguf  # noqa: E402
+from llamatap.train.cotrain import trainer as trainer_module  # noqa: E402
 from llamatap.train.cotrain.replay import Replay  # noqa: E402
 from llamatap.train.cotrain.trainer import DrafterTrainer, train_in_folder  # noqa: E402
 from llamatap.train.drafters.head_checkpoints import read_head, write_head  # noqa: E402
@@ -175,7 +177,7 @@ def test_a_text_stays_on_its_side(path: Path, weights: TargetWeights, tmp_path: 
             found.add(sample["token_ids"][: int(sample["loss_mask"].argmax())].tobytes())
         return found
 
-    replay = Replay(folder, None, [*LAYERS, 4], 64)
+    replay = Replay(folder, None, [*LAYERS, 4], 64, weights.n_vocab)
     trained: set[bytes] = set()
     held_out: set[bytes] = set()
     for seed in range(3):
@@ -208,15 +210,76 @@ def test_samples_of_others_are_not_trained_on(path: Path, weights: TargetWeights
     folder = CoTrainFolder(tmp_path / "f")
     traffic(path, folder.path, draft, n=3)
     (folder.samples / "hs_50.safetensors").write_bytes(b"broken")
-    replay = Replay(folder, "another hash", [*LAYERS, 4], 64)
+    replay = Replay(folder, "another hash", [*LAYERS, 4], 64, weights.n_vocab)
     replay.look()
     assert replay.unusable == 7
     assert replay.sides() == ([], [])
     sha256 = json.loads((folder.path / "serving.json").read_text())["model_sha256"]
     for columns, unusable in (([*LAYERS, 4], 1), ([0, 1, 2, 4], 7)):
-        replay = Replay(folder, sha256, columns, 64)
+        replay = Replay(folder, sha256, columns, 64, weights.n_vocab)
         replay.look()
         assert replay.unusable == unusable
+
+
+def test_damaged_samples_are_left_out(path: Path, weights: TargetWeights, tmp_path: Path) -> None:
+    """Of any kind: the trainer goes on with the others."""
+    draft = draft_of("eagle3", path, weights, tmp_path)
+    folder = CoTrainFolder(tmp_path / "f")
+    traffic(path, folder.path, draft)
+    names = ("token_ids", "loss_mask", "hidden_states")
+    one, made, _ = read_tensors(folder.samples / "hs_0.safetensors", names)
+    states = one["hidden_states"]
+    # Found when samples are looked at, and when they are loaded.
+    early: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"token_ids": one["token_ids"] + weights.n_vocab}, {}),
+        ({"token_ids": one["token_ids"] - weights.n_vocab}, {}),
+        ({"token_ids": one["token_ids"][:, None]}, {}),
+        ({"loss_mask": one["loss_mask"][1:]}, {}),
+        ({}, {"layers": 5}),
+        ({}, {"layers": [[1], 2, 3, 4]}),
+    ]
+    late: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"hidden_states": states[:, :, 1:]}, {}),
+        ({"hidden_states": states[1:]}, {}),
+        ({"hidden_states": states[:, :2]}, {}),
+        ({"hidden_states": states.astype(np.float32) + np.inf}, {}),
+        ({"hidden_states": states[0, 0, 0]}, {}),
+        ({"other": states}, {}),
+    ]
+    for number, (tensors, about) in enumerate([*early, *late], 100):
+        # Of texts of their own, so that they fall on both sides.
+        found = {**one, "token_ids": one["token_ids"].copy(), **tensors}
+        if found["token_ids"].ndim == 1 and number >= 100 + len(early):
+            found["token_ids"][-1] = 3 + number % 10
+        if "other" in found:
+            del found["hidden_states"]
+        write_tensors(folder.samples / f"hs_{number}.safetensors", found, {**made, **about})
+    trainer = DrafterTrainer(path, folder, draft, TrainerOptions(**QUICK))
+    trainer._replay.look()
+    assert trainer._replay.unusable == len(early)
+    assert trainer.look()
+    (trained,) = [event for event in read_events(folder.log) if event["event"] == "trained"]
+    assert trained["samples"] + trained["held_out_samples"] == 96
+    assert trained["unusable"] == len(early) + len(late)
+
+
+@pytest.mark.slow
+def test_samples_that_count_from_0_again_are_new(path: Path, weights: TargetWeights, tmp_path: Path) -> None:
+    """All of them were removed, and the server started again."""
+    draft = draft_of("eagle3", path, weights, tmp_path)
+    folder = CoTrainFolder(tmp_path / "f")
+    traffic(path, folder.path, draft)
+    trainer = DrafterTrainer(path, folder, draft, TrainerOptions(**QUICK))
+    assert trainer.look()
+    chosen = trainer._replay.choose(-1, 10**6, 64, np.random.default_rng(0))
+    for sample in folder.samples.iterdir():
+        sample.unlink()
+    traffic(path, folder.path, draft, seed=1, n=24)
+    # Files of the same names that hold other texts.
+    loaded = trainer._replay.load(*chosen)
+    assert (loaded.training, loaded.held_out) == ([], [])
+    traffic(path, folder.path, draft, seed=2)
+    assert trainer.look()
 
 
 @pytest.mark.slow
@@ -245,6 +308,33 @@ def test_it_begins_again_from_the_one_before(path: Path, weights: TargetWeights,
     again = [one for one in read_events(folder.log) if one["event"] == "began again"]
     assert [(one["given_up"], one["draft"]) for one in again] == [(2, 1), (1, 0)]
     assert folder.next_number() == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["to_gguf", "publish"])
+def test_a_full_disk_ends_no_training(
+    when: str, path: Path, weights: TargetWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be published is trained on, and leaves nothing."""
+    draft = draft_of("eagle3", path, weights, tmp_path)
+    folder = CoTrainFolder(tmp_path / "f")
+    traffic(path, folder.path, draft)
+    trainer = DrafterTrainer(path, folder, draft, TrainerOptions(**QUICK, epochs=8, better_by=0))
+
+    def full(*arguments: Any, **options: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        owner: Any = trainer_module if when == "to_gguf" else folder
+        patch.setattr(owner, when, full)
+        assert trainer.look()
+    assert trainer.reference == 0
+    assert [*folder.drafters.iterdir(), *folder.checkpoints.iterdir()] == []
+    (event,) = [one for one in read_events(folder.log) if one["event"] == "not published"]
+    assert "No space left" in event["reason"]
+    traffic(path, folder.path, draft, seed=1)
+    assert trainer.look()
+    assert trainer.reference == 1
 
 
 @pytest.mark.slow
@@ -326,7 +416,9 @@ def test_a_killed_trainer_goes_on(path: Path, weights: TargetWeights, tmp_path: 
         assert not list(folder.drafters.glob(".*"))
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
-        assert process.communicate()[1] == ""
+        assert (
+            process.communicate()[1] == f"trains on what a server writes into {folder.path}; Ctrl-C ends it\n"
+        )
     finally:
         process.kill()
         process.communicate()
