@@ -28,7 +28,7 @@ from llamatap.model import Model
 from llamatap.storage.atomic_writes import atomic_path
 from llamatap.storage.locks import acquire, release
 from llamatap.storage.model_files import ModelFiles
-from llamatap.train.drafters.card import drafter_card
+from llamatap.train.drafters.card import card_path, drafter_card
 from llamatap.train.drafters.engine_acceptance import measure_in_engine
 from llamatap.train.drafters.head_checkpoints import read_draft, write_head
 from llamatap.train.drafters.heads import DraftHead, Eagle3Head, MtpHead
@@ -234,7 +234,7 @@ class _Run:
             self._measure(trainer)
             self._write(head)
             facts = self._facts(head, training, held_out, coverage, trainer)
-        card = self.draft.with_suffix(".md")
+        card = card_path(self.draft)
         with atomic_path(card) as scratch:
             scratch.write_text(drafter_card(self.draft.name, facts, self.log.entries, command))
         return TrainedHead(self.draft, card, self.folder, self.log.entries[-1])

@@ -23,6 +23,7 @@ from llamatap import dataset
 torch = pytest.importorskip("torch", reason="needs PyTorch; `nox -s train` installs it")
 
 from llamatap.train.drafters.api import train_head  # noqa: E402
+from llamatap.train.drafters.card import card_path, drafter_card  # noqa: E402
 from llamatap.train.drafters.options import HeadTrainingOptions  # noqa: E402
 from llamatap.train.drafters.sample_split import draft_vocabulary, prompt_of, split_by_prompt  # noqa: E402
 from llamatap.train.drafters.sample_tensors import SampleTensors  # noqa: E402
@@ -99,6 +100,14 @@ def test_a_head_learns_and_its_file_drafts(kind: Any, target: Path, texts: Path,
     assert "Made with:\n\n    llamatap train\n" in card
     assert f"| {last['engine']['tokens_per_round']:.2f} |" in card
     assert made.card.name == "draft.md"
+
+
+def test_a_card_replaces_only_its_own(tmp_path: Path) -> None:
+    draft, block = tmp_path / "draft.gguf", tmp_path / "draft.safetensors"
+    assert card_path(draft) == tmp_path / "draft.md"
+    (tmp_path / "draft.md").write_text(drafter_card(draft.name, {}, [], []))
+    assert card_path(draft) == tmp_path / "draft.md"
+    assert card_path(block) == tmp_path / "draft.safetensors.md"
 
 
 def weights(folder: Path) -> dict[str, NDArray[Any]]:
