@@ -81,6 +81,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="continue the training of the same output; states of texts are computed again first",
     )
     parser.add_argument(
+        "--start",
+        type=Path,
+        metavar="DRAFT",
+        help="train this draft (or its checkpoint) further, on more data for instance; --layers, "
+        "--draft-vocab and --n-ff are then its own",
+    )
+    parser.add_argument(
         "--gpu-layers",
         dest="n_gpu_layers",
         type=int,

@@ -20,6 +20,10 @@ STAND_INS = {
     '"z-image"': '"mine.toml"',
     '"FILE.gguf"': 'fetch("smollm2")',
     "max_tokens=512": "max_tokens=4",
+    '"model.gguf"': 'fetch("smollm2")',
+    # A model drafts, too.
+    '"draft.gguf"': 'fetch("smollm2")',
+    "max_tokens=64": "max_tokens=4",
 }
 
 
@@ -71,6 +75,7 @@ def run(code: str, names: dict[str, Any], page: str) -> int:
         ("docs/generation.md", 2),
         ("docs/presets.md", 1),
         ("docs/taps.md", 0),
+        ("docs/train-in-one-afternoon.md", 0),
     ],
 )
 def test_its_python_runs(
@@ -83,6 +88,9 @@ def test_its_python_runs(
     monkeypatch.chdir(tmp_path)
     (preset,) = blocks(ROOT / "docs" / "presets.md", "toml")
     Path("mine.toml").write_text(preset, "utf-8")
+    Path("data").mkdir()
+    Path("data/own.jsonl").write_text('{"input_ids": [1, 504, 3575], "loss_mask": [0, 1, 1]}\n')
+    Path("measure.txt").write_text("What is umami?\n")
     names: dict[str, Any] = {"fetch": fetch}
     if page == "docs/files.md":
         (code,) = blocks(ROOT / "docs" / "extraction.md")[:1]

@@ -118,6 +118,12 @@ importlib.util.find_spec = lambda name: None if name == {package!r} else find_sp
     assert re.search(rf'(^|\W){package}(\W.*|): pip install "llamatap\[{extra}\]"$', last), done.stderr
 
 
+def test_training_brings_what_draws_its_plots() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    # Without it a training has no progress.png, and says nothing.
+    assert any(one.startswith("matplotlib") for one in project["optional-dependencies"]["train"])
+
+
 def test_missing_packages_are_caught_as_python_names_them() -> None:
     assert issubclass(lt.MissingPackageError, ImportError)
     assert issubclass(lt.MissingPackageError, lt.UnsupportedError)

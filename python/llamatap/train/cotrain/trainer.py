@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,17 +16,15 @@ from llamatap._system_limits import require_memory
 from llamatap._threads import default_threads
 from llamatap._validate import instance
 from llamatap._validate import path as checked_path
-from llamatap.convert import to_checkpoint, to_gguf
-from llamatap.convert.gguf_files import GgufSource
-from llamatap.convert.mtp_block import is_mtp_file
-from llamatap.errors import Error, InvalidInputError, ModelNotFoundError, NotFiniteError, UnsupportedError
+from llamatap.convert import to_gguf
+from llamatap.errors import Error, InvalidInputError, ModelNotFoundError, NotFiniteError
 from llamatap.storage import locks
 from llamatap.storage.model_files import ModelFiles
 from llamatap.train.cotrain.event_log import EventLog, plot_acceptance, read_events
 from llamatap.train.cotrain.folder import CoTrainFolder
 from llamatap.train.cotrain.options import TrainerOptions
 from llamatap.train.cotrain.replay import CycleSamples, Replay
-from llamatap.train.drafters.head_checkpoints import read_head, write_head
+from llamatap.train.drafters.head_checkpoints import read_draft, read_head, write_head
 from llamatap.train.drafters.heads import DraftHead, Eagle3Head
 from llamatap.train.drafters.options import HeadTrainingOptions
 from llamatap.train.drafters.stop_signals import StopSignals
@@ -164,25 +161,7 @@ class DrafterTrainer:
 
     def _first_head(self) -> DraftHead:
         """The head that it was started with."""
-        with tempfile.TemporaryDirectory(dir=self._folder.path, prefix=".draft-") as scratch:
-            return read_head(self._as_checkpoint(Path(scratch)), self._weights)
-
-    def _as_checkpoint(self, scratch: Path) -> Path:
-        """The draft as :func:`read_head` takes it."""
-        draft = self._draft
-        if is_mtp_file(draft):
-            return draft
-        if draft.is_dir():
-            # By way of GGUF, which refuses what the engine does not compute.
-            draft = to_gguf(draft, self._target, scratch / "draft.gguf", type="f32").path
-        source = GgufSource(draft)
-        if source.arch == "mimo2":
-            return to_checkpoint(draft, self._target, scratch / "mtp.safetensors", format="mtp").path
-        if source.arch == "eagle3" and "token_embd.weight" in source.names:
-            raise UnsupportedError(
-                f"{draft.name} has a token embedding of its own; heads are trained with the target's alone"
-            )
-        return to_checkpoint(draft, self._target, scratch / "checkpoint").path
+        return read_draft(self._draft, self._target, self._weights, self._folder.path)
 
     # Cycles.
 

@@ -28,9 +28,9 @@ from llamatap.model import Model
 from llamatap.storage.atomic_writes import atomic_path
 from llamatap.storage.locks import acquire, release
 from llamatap.storage.model_files import ModelFiles
-from llamatap.train.drafters.card import drafter_card
+from llamatap.train.drafters.card import card_path, drafter_card
 from llamatap.train.drafters.engine_acceptance import measure_in_engine
-from llamatap.train.drafters.head_checkpoints import write_head
+from llamatap.train.drafters.head_checkpoints import read_draft, write_head
 from llamatap.train.drafters.heads import DraftHead, Eagle3Head, MtpHead
 from llamatap.train.drafters.options import HEADS, HeadKind, HeadTrainingOptions
 from llamatap.train.drafters.sample_split import draft_vocabulary, prompt_of, split_by_prompt, token_counts
@@ -181,6 +181,7 @@ class _Run:
         self.pass_tokens = _PASS if n_gpu_layers == 0 else 4 * _PASS
         self.weights = TargetWeights.read(self.target)
         self.target_hash = ModelFiles(self.target).sha256()
+        self.start = self._start()
         with Model(self.target, n_gpu_layers=n_gpu_layers) as self.model:
             self.layers = self._layers()
             resumes = options.resume and state.exists()
@@ -233,15 +234,29 @@ class _Run:
             self._measure(trainer)
             self._write(head)
             facts = self._facts(head, training, held_out, coverage, trainer)
-        card = self.draft.with_suffix(".md")
+        card = card_path(self.draft)
         with atomic_path(card) as scratch:
             scratch.write_text(drafter_card(self.draft.name, facts, self.log.entries, command))
         return TrainedHead(self.draft, card, self.folder, self.log.entries[-1])
+
+    def _start(self) -> DraftHead | None:
+        """The head whose training goes on, if there is one."""
+        if self.options.start is None:
+            return None
+        path = Path(self.options.start)
+        if not path.exists():
+            raise ModelNotFoundError(f"no such file: {path}")
+        head = read_draft(path, self.target, self.weights, self.folder)
+        if head.kind != self.kind:
+            raise InvalidInputError(f"{path} is a drafter of the kind {head.kind}, not {self.kind}")
+        return head
 
     def _layers(self) -> list[LayerId]:
         """The layers of the samples' columns, H_n last."""
         n = self.model.n_layer
         named = self.options.layers
+        if isinstance(self.start, Eagle3Head):
+            return [*self.start.target_layers, n]
         if self.kind == "mtp":
             if named is not None:
                 raise InvalidInputError("layers (--layers) are EAGLE-3's; an MTP block reads H_n")
@@ -298,12 +313,20 @@ class _Run:
 
     def _draft_vocabulary(self, training: Sequence[int]) -> tuple[NDArray[np.int64] | None, float]:
         size = self.options.draft_vocab
+        if self.start is not None:
+            if self.start.draft_tokens is None:
+                return None, 1.0
+            tokens = self.start.draft_tokens.numpy()
+            counts = token_counts(self.samples, training, self.weights.n_vocab)
+            return tokens, float(counts[tokens].sum() / max(int(counts.sum()), 1))
         if self.kind == "mtp" or size == 0 or size >= self.weights.n_vocab:
             return None, 1.0
         counts = token_counts(self.samples, training, self.weights.n_vocab)
         return draft_vocabulary(counts, size)
 
     def _head(self, tokens: NDArray[np.int64] | None) -> DraftHead:
+        if self.start is not None:
+            return self.start
         n_ff = self.options.n_ff or self.weights.n_ff
         n_head = 0 if self.kind == "mtp" else self.weights.n_vocab if tokens is None else len(tokens)
         require_memory(
@@ -323,6 +346,7 @@ class _Run:
             "kind": self.kind,
             "target": self.target_hash,
             "bfloat16": is_bfloat16(self.options, self.device),
+            **({} if self.options.start is None else {"start": Path(self.options.start).name}),
             **self.options.fingerprint(),
         }
 
@@ -418,6 +442,7 @@ class _Run:
         options = {key: value for key, value in self.options.fingerprint().items() if value is not None}
         facts: dict[str, Any] = {
             "kind": self.kind,
+            **({} if self.options.start is None else {"starts from": Path(self.options.start).name}),
             "target": f"{self.target.name}, sha256 {self.target_hash}",
             "parameters": sum(one.numel() for one in head.parameters() if one.requires_grad),
             "data": self.data.name,

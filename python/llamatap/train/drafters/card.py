@@ -6,9 +6,21 @@ import json
 import platform
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-__all__ = ["drafter_card"]
+__all__ = ["card_path", "drafter_card"]
+
+
+def card_path(draft: Path) -> Path:
+    """The path of a drafter's card: ``draft.md`` for ``draft.gguf``, or ``draft.gguf.md`` where that is the
+    card of another file, or something else."""
+    path = draft.with_suffix(".md")
+    if not path.exists():
+        return path
+    with path.open(errors="replace") as file:
+        is_ours = file.readline().rstrip("\n") == f"# {draft.name}"
+    return path if is_ours else draft.with_name(f"{draft.name}.md")
 
 
 def drafter_card(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamatap._extras import needs
+from llamatap.convert import to_checkpoint, to_gguf
 from llamatap.convert.checkpoint_files import read_checkpoint, write_checkpoint
 from llamatap.convert.eagle3_config import Eagle3Shape, speculators_config
+from llamatap.convert.gguf_files import GgufSource
 from llamatap.convert.mtp_block import MtpConfig, is_mtp_file, read_mtp, write_mtp
 from llamatap.convert.rope import Rope
 from llamatap.errors import InvalidInputError, UnsupportedError
@@ -24,7 +27,7 @@ from llamatap.train.drafters.target_weights import TargetWeights
 with needs("train", "training drafters"):
     import torch
 
-__all__ = ["read_head", "write_head"]
+__all__ = ["read_draft", "read_head", "write_head"]
 
 #: Names of tensors in checkpoints, by their names in a head.
 _BLOCK = {
@@ -97,6 +100,40 @@ def read_head(path: Path, target: TargetWeights) -> DraftHead:
         state[name] = torch.from_numpy(np.array(values, np.float32))
     head.load_state_dict(state)
     return head
+
+
+def read_draft(draft: Path, target: Path, weights: TargetWeights, scratch: Path) -> DraftHead:
+    """Read the head of a draft file, or of a checkpoint in any format that becomes one, to train it further.
+
+    :param draft: what ``llamatap train`` wrote, or a folder that ``llamatap convert`` reads.
+    :param target: the GGUF file that it drafts for.
+    :param weights: the target's.
+    :param scratch: a folder that files may be written to.
+    :returns: the head, in float32.
+    :raises UnsupportedError: it computes something else than the heads that are trained here.
+    :raises InvalidInputError: it is for another target, or lacks a tensor.
+    :raises ModelNotFoundError: there is no such file.
+    :raises ModelLoadError: it cannot be read.
+    """
+    with tempfile.TemporaryDirectory(dir=scratch, prefix=".draft-") as folder:
+        return read_head(_as_checkpoint(draft, target, Path(folder)), weights)
+
+
+def _as_checkpoint(draft: Path, target: Path, scratch: Path) -> Path:
+    """The draft as :func:`read_head` takes it."""
+    if is_mtp_file(draft):
+        return draft
+    if draft.is_dir():
+        # By way of GGUF, which refuses what the engine does not compute.
+        draft = to_gguf(draft, target, scratch / "draft.gguf", type="f32").path
+    source = GgufSource(draft)
+    if source.arch == "mimo2":
+        return to_checkpoint(draft, target, scratch / "mtp.safetensors", format="mtp").path
+    if source.arch == "eagle3" and "token_embd.weight" in source.names:
+        raise UnsupportedError(
+            f"{draft.name} has a token embedding of its own; heads are trained with the target's alone"
+        )
+    return to_checkpoint(draft, target, scratch / "checkpoint").path
 
 
 #: Settings of a checkpoint that the heads here share with their target, or do not have.

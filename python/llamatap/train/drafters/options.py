@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from llamatap._validate import choice, flag, instance, integer, number
+from llamatap._validate import path as checked_path
 from llamatap.dataset.options import DatasetOptions
 from llamatap.errors import InvalidInputError
 from llamatap.layers import LayerId
@@ -48,6 +50,9 @@ class HeadTrainingOptions:
     :ivar engine_tokens: maximum number of tokens that it generates after each.
     :ivar save_seconds: seconds between saves of the training's state: the most that a kill costs.
     :ivar resume: continue the training that was begun for the same output.
+    :ivar start: a draft file of the same kind, or its checkpoint, whose weights are trained further, for
+        instance on more data. Layers, draft vocabulary and width are then its own: ``layers``,
+        ``draft_vocab`` and ``n_ff`` are not used.
     :ivar data: how rows become samples: ``max_length``, ``template``, ``supervise_empty_thoughts``, ...
     :raises InvalidInputError: a value is wrong.
     """
@@ -73,6 +78,7 @@ class HeadTrainingOptions:
     engine_tokens: int = 64
     save_seconds: float = 60.0
     resume: bool = False
+    start: str | os.PathLike[str] | None = None
     data: DatasetOptions = field(default_factory=DatasetOptions)
 
     def __post_init__(self) -> None:
@@ -98,6 +104,10 @@ class HeadTrainingOptions:
             _above_zero("minutes", self.minutes)
         choice("precision", self.precision, ("auto", "float32", "bfloat16"))
         flag("resume", self.resume)
+        if self.start is not None:
+            checked_path("start", self.start)
+            if self.layers is not None or self.n_ff is not None:
+                raise InvalidInputError("layers and n_ff are those of the draft that training starts from")
         instance("data", self.data, DatasetOptions)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -106,7 +116,7 @@ class HeadTrainingOptions:
         found = {
             one.name: getattr(self, one.name)
             for one in dataclasses.fields(self)
-            if one.name not in free | {"resume", "data"}
+            if one.name not in free | {"resume", "start", "data"}
         }
         return found | {"layers": None if self.layers is None else list(self.layers)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import sha256
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,15 +34,20 @@ def split_by_prompt(samples: SampleTensors, held_out: int, seed: int) -> tuple[l
     """Choose held-out samples, at most an eighth of all; the samples to train on have none of their
     prompts (or texts, where there is no prompt).
 
+    A prompt that was trained on is not held out when samples are added, if as many are held out as before:
+    a head that is trained further is not measured on what it has seen.
+
     :returns: the samples to train on, and the held-out ones.
     :raises InvalidInputError: nothing is left to train on.
     """
     n = min(held_out, len(samples) // 8)
-    order = np.random.default_rng([seed, 0]).permutation(len(samples)).tolist()
+    names = [_identity(samples, i) for i in range(len(samples))]
+    salt = f"{seed}:".encode()
+    order = sorted(range(len(samples)), key=lambda i: (sha256(salt + names[i]).digest(), i))
     chosen = sorted(order[:n])
-    held = {_identity(samples, i) for i in chosen}
+    held = {names[i] for i in chosen}
     taken = set(chosen)
-    training = [i for i in range(len(samples)) if i not in taken and _identity(samples, i) not in held]
+    training = [i for i in range(len(samples)) if i not in taken and names[i] not in held]
     if not training:
         raise InvalidInputError(f"there is nothing to train on: {len(samples)} samples, {n} of them held out")
     return training, chosen

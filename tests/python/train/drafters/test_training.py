@@ -23,6 +23,7 @@ from llamatap import dataset
 torch = pytest.importorskip("torch", reason="needs PyTorch; `nox -s train` installs it")
 
 from llamatap.train.drafters.api import train_head  # noqa: E402
+from llamatap.train.drafters.card import card_path, drafter_card  # noqa: E402
 from llamatap.train.drafters.options import HeadTrainingOptions  # noqa: E402
 from llamatap.train.drafters.sample_split import draft_vocabulary, prompt_of, split_by_prompt  # noqa: E402
 from llamatap.train.drafters.sample_tensors import SampleTensors  # noqa: E402
@@ -101,6 +102,14 @@ def test_a_head_learns_and_its_file_drafts(kind: Any, target: Path, texts: Path,
     assert made.card.name == "draft.md"
 
 
+def test_a_card_replaces_only_its_own(tmp_path: Path) -> None:
+    draft, block = tmp_path / "draft.gguf", tmp_path / "draft.safetensors"
+    assert card_path(draft) == tmp_path / "draft.md"
+    (tmp_path / "draft.md").write_text(drafter_card(draft.name, {}, [], []))
+    assert card_path(draft) == tmp_path / "draft.md"
+    assert card_path(block) == tmp_path / "draft.safetensors.md"
+
+
 def weights(folder: Path) -> dict[str, NDArray[Any]]:
     state = torch.load(folder / "state.pt", weights_only=True)["head"]
     return {name: values.numpy() for name, values in state.items()}
@@ -134,6 +143,45 @@ def test_a_continued_training_ends_as_an_uninterrupted_one(
     assert (tmp_path / "cut.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
     other = train_head("eagle3", target, texts, tmp_path / "other.gguf", options(epochs=2, seed=1))
     assert any((weights(other.folder)[name] != values).any() for name, values in expected.items())
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize("file", ["draft", "checkpoint"])
+def test_a_draft_is_trained_further(kind: Any, file: str, target: Path, texts: Path, tmp_path: Path) -> None:
+    shape = {"layers": [0, 1, 3], "draft_vocab": 100} if kind == "eagle3" else {}
+    first = train_head(
+        kind, target, texts, output(tmp_path, kind), options(epochs=8, n_ff=48, **shape), type="f32"
+    )
+    start = first.path
+    if file == "checkpoint":
+        start = first.folder / ("checkpoint" if kind == "eagle3" else "mtp.safetensors")
+    again = output(tmp_path / "again", kind)
+    again.parent.mkdir()
+    # A step of AdamW changes a weight by about the learning rate at most: the result is what it started from.
+    second = train_head(
+        kind, target, texts, again, options(epochs=1, learning_rate=1e-12, start=start), type="f32"
+    )
+    expected = weights(first.folder)
+    # An MTP block's file has bfloat16.
+    rounding = 0 if kind == "eagle3" else 2**-8
+    for name, values in weights(second.folder).items():
+        bound = rounding * np.abs(expected[name]).max() + 1e-12 * second.figures["step"] * 2
+        assert np.abs(values - expected[name]).max() <= bound, name
+    assert "| starts from |" in second.card.read_text()
+    assert second.figures["held_out"]["by_position"] == pytest.approx(
+        first.figures["held_out"]["by_position"], abs=0.05
+    )
+
+
+def test_a_start_that_does_not_fit_is_refused(target: Path, texts: Path, tmp_path: Path) -> None:
+    made = train_head("mtp", target, texts, tmp_path / "first.safetensors", options(epochs=1))
+    with pytest.raises(lt.InvalidInputError, match="is a drafter of the kind mtp, not eagle3"):
+        train_head("eagle3", target, texts, tmp_path / "a.gguf", options(start=made.path))
+    with pytest.raises(lt.ModelNotFoundError, match=r"no such file: .*gone\.gguf"):
+        train_head("eagle3", target, texts, tmp_path / "a.gguf", options(start=tmp_path / "gone.gguf"))
+    with pytest.raises(lt.InvalidInputError, match="layers and n_ff are those of the draft"):
+        options(start=made.path, layers=[0, 1, 3])
+    assert not (tmp_path / "a.gguf.training").exists()
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
@@ -211,6 +259,19 @@ def test_no_prompt_of_a_held_out_sample_is_trained_on() -> None:
     assert len(split_by_prompt(samples, 10**6, seed=5)[1]) == 8
     with pytest.raises(lt.InvalidInputError, match="nothing to train on: 8 samples, 1 of them held out"):
         split_by_prompt(alike(8), 1, seed=0)
+
+
+def test_what_was_trained_on_is_not_held_out_of_more_data() -> None:
+    rng = np.random.default_rng(1)
+    found = SampleTensors.empty(4 * 512, 1, 4)
+    for _ in range(512):
+        tokens = rng.integers(0, 1000, 4).astype(np.int32)
+        found.add(tokens, np.arange(4) >= 2, np.zeros((4, 1, 4)))
+    fewer = SampleTensors(found.tokens, found.loss_mask, found.columns, found.offsets[:257])
+    trained = {prompt_of(fewer, i).tobytes() for i in split_by_prompt(fewer, 32, seed=0)[0]}
+    held_out = split_by_prompt(found, 32, seed=0)[1]
+    assert len(held_out) == 32
+    assert not trained & {prompt_of(found, i).tobytes() for i in held_out}
 
 
 def alike(n: int) -> SampleTensors:
