@@ -23,6 +23,7 @@
 #include "engine/model/model.hpp"
 #include "engine/polling.hpp"
 #include "engine/private/engine_context.hpp"
+#include "engine/private/graph_copies.hpp"
 
 namespace llamatap {
 
@@ -141,6 +142,7 @@ class Context {
   std::exception_ptr observer_error_;
   bool stopped_ = false;  // the rest of the graph is not needed
   internals::HiddenLogits hidden_logits_;
+  internals::GraphCopies copies_;
   std::atomic<bool>* interrupt_ = nullptr;
   std::vector<int32_t> hooked_layers_;
   // Written by the thread that uses the context, read by any thread.

@@ -168,8 +168,10 @@ bool Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, Dec
   const auto given = piece.rows;
   const auto hooks = observer == nullptr ? std::vector<int32_t>() : observer->hooked_layers();
   // Without an observer, stops between nodes only serve interruption; on a GPU they cost too much.
-  const bool nodes = hooks.empty() && (observer != nullptr || !model_->on_gpu());
+  const bool copies = observer != nullptr && observer->by_copies();
+  const bool nodes = hooks.empty() && !copies && (observer != nullptr || !model_->on_gpu());
   watch(hooks, nodes);
+  copies_.watch(context_.get(), copies ? observer : nullptr, piece.may_stop);
   // The engine may reorder several sequences; the hooks restore the order.
   std::vector<std::vector<int32_t>> ubatches;
   const bool order_matters = observer != nullptr && !drafts() && !one_sequence;
@@ -198,6 +200,8 @@ bool Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, Dec
   const int32_t status = call_engine(engine_batch.view, model_->is_encoder(), nodes);
   observer_ = nullptr;
   if (has_memory() && !borrows_memory()) memory_.note_written(status == 0);
+  nodes_seen_.store(nodes_seen() + copies_.nodes(), std::memory_order_relaxed);
+  copies_.rethrow();
   if (observer_error_) std::rethrow_exception(std::exchange(observer_error_, nullptr));
   if (interrupted() || status == 2) throw Interrupted();
   if (status == 1) return false;
