@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "engine/error.hpp"
+#include "engine/abort.hpp"
 #include "engine/private/engine_context.hpp"
 #include "ggml-impl.h"
 #include "llama-context.h"
@@ -20,6 +20,13 @@ int index_of(const ggml_cgraph& graph, const ggml_tensor* tensor) {
   ggml_tensor** end = graph.nodes + graph.n_nodes;
   ggml_tensor** found = std::find(graph.nodes, end, tensor);
   return found == end ? -1 : static_cast<int>(found - graph.nodes);
+}
+
+bool is_read(const ggml_cgraph& graph, const ggml_tensor* leaf) {
+  return std::any_of(graph.nodes, graph.nodes + graph.n_nodes, [&](const ggml_tensor* node) {
+    return node->view_src == leaf ||
+           std::find(node->src, node->src + GGML_MAX_SRC, leaf) != node->src + GGML_MAX_SRC;
+  });
 }
 
 /// Adds a node and the ones that it needs right behind `source`.
@@ -38,8 +45,8 @@ void GraphCopies::watch(llama_context* context, DecodeObserver* observer, bool m
   may_stop_ = may_stop;
   nodes_ = 0;
   const std::string key = observer == nullptr ? "" : observer->copies_key() + (may_stop ? " stop" : "");
-  // A graph with other copies must not be used again.
-  if (std::exchange(key_, key) != key) context->forget_graph();
+  // A graph with other copies must not be used again; one that stops is built anew, under the guard.
+  if (std::exchange(key_, key) != key || may_stop) context->forget_graph();
   if (observer == nullptr) {
     context->on_graph_built = nullptr;
     context->on_graph_begun = nullptr;
@@ -58,6 +65,7 @@ void GraphCopies::rethrow() {
 }
 
 void GraphCopies::add(llm_graph_result& result) noexcept {
+  AbortGuard::suspend();
   groups_.clear();
   try {
     ggml_cgraph& graph = *result.get_gf();
@@ -91,6 +99,14 @@ void GraphCopies::add(llm_graph_result& result) noexcept {
     int last = -1;
     for (const auto* node : last_wanted) last = std::max(index_of(graph, node), last);
     graph.n_nodes = last + 1;
+    // The scheduler places a leaf where its readers are, and has no place for one without.
+    ggml_backend_t host = ggml_backend_sched_get_backend(sched, ggml_backend_sched_get_n_backends(sched) - 1);
+    for (int i = 0; i < graph.n_leafs; ++i) {
+      ggml_tensor* leaf = graph.leafs[i];
+      if (leaf->buffer == nullptr && leaf->view_src == nullptr && !is_read(graph, leaf)) {
+        ggml_backend_sched_set_tensor_backend(sched, leaf, host);
+      }
+    }
     result.t_logits = result.t_embd = result.t_embd_pooled = result.t_h_nextn = nullptr;
   } catch (...) {
     error_ = std::current_exception();
