@@ -27,6 +27,14 @@ Pooling parse_pooling(const std::string& name) {
   throw InvalidInput("pooling must be mean, last or max, not " + name);
 }
 
+TapWay parse_way(const std::string& name) {
+  if (name == "automatic") return TapWay::automatic;
+  if (name == "callback") return TapWay::callback;
+  if (name == "hooks") return TapWay::hooks;
+  if (name == "copies") return TapWay::copies;
+  throw InvalidInput("way must be automatic, callback, copies or hooks, not " + name);
+}
+
 /// An array that views the block and keeps it alive. bfloat16 as uint16: NumPy has no bfloat16.
 py::array view_of(const std::shared_ptr<Block>& block, const std::vector<py::ssize_t>& shape, DType dtype,
                   bool writable) {
@@ -61,7 +69,8 @@ Poll cancellable(const Poll& signals, const std::optional<py::typing::Callable<b
 
 bool run_extract(Context& context, const ConstMap& map, const std::vector<int32_t>& slots,
                  const std::string& dtype_name, const std::vector<Job>& given,
-                 const std::optional<py::typing::Callable<bool()>>& cancelled) {
+                 const std::optional<py::typing::Callable<bool()>>& cancelled, const std::string& way_name) {
+  const TapWay way = parse_way(way_name);
   const DType dtype = parse_dtype(dtype_name);
   std::vector<ExtractJob> jobs;
   for (const auto& [tokens, begin, end, pooling, out] : given) {
@@ -79,14 +88,7 @@ bool run_extract(Context& context, const ConstMap& map, const std::vector<int32_
   const Poll poll = cancellable(signal_poll(), cancelled);
   // `given` keeps the arrays alive; only `cancelled` is called, with the GIL re-acquired.
   const GilReleased released;
-  return extract(context, map, slots, dtype, jobs, poll);
-}
-
-TapWay parse_way(const std::string& name) {
-  if (name == "automatic") return TapWay::automatic;
-  if (name == "callback") return TapWay::callback;
-  if (name == "hooks") return TapWay::hooks;
-  throw InvalidInput("way must be automatic, callback or hooks, not " + name);
+  return extract(context, map, slots, dtype, jobs, way, poll);
 }
 
 std::tuple<py::array, Ints> run_tapped(Context& context, const ConstMap& map,
@@ -172,9 +174,9 @@ void register_capture(py::module_& module) {
       .def("decode_tapped", &run_tapped, py::arg("map"), py::arg("slots"), py::arg("dtype"),
            py::arg("outputs_only"), py::arg("batch"), py::arg("way") = "automatic",
            "Decode and capture: (array [rows, n_slots, n_embd], int32 token ids of the rows). `way` is "
-           "callback, hooks, or automatic: the faster one.")
+           "callback, copies, hooks, or automatic: the faster one.")
       .def("extract", &run_extract, py::arg("map"), py::arg("slots"), py::arg("dtype"),
-           py::arg("jobs").noconvert(), py::arg("cancelled") = std::nullopt,
+           py::arg("jobs").noconvert(), py::arg("cancelled") = std::nullopt, py::arg("way") = "callback",
            "Capture without logits: jobs are (tokens, begin, end, pooling, out as bytes), one sequence each. "
            "`cancelled` is called about every 50 ms; when it returns True, CancelledError is raised. Returns "
            "whether all values of the last wanted layer are finite.");

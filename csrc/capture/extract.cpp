@@ -5,7 +5,7 @@
 namespace llamatap {
 
 bool extract(Context& context, const std::shared_ptr<const LayerMap>& map, const std::vector<int32_t>& slots,
-             DType dtype, const std::vector<ExtractJob>& jobs, const Poll& poll) {
+             DType dtype, const std::vector<ExtractJob>& jobs, TapWay way, const Poll& poll) {
   const size_t row_bytes = slots.size() * static_cast<size_t>(map->n_embd()) * item_size(dtype);
   const bool past_only = context.causal() && context.has_memory();
 
@@ -39,7 +39,7 @@ bool extract(Context& context, const std::shared_ptr<const LayerMap>& map, const
     }
   }
 
-  Recorder recorder(context.model(), map, slots, dtype, std::move(targets));
+  Recorder recorder(context.model(), map, slots, dtype, std::move(targets), way);
   context.decode_scratch(batch, recorder, poll);
   size_t next = 0;
   for (const auto& job : jobs) {

@@ -22,6 +22,6 @@ struct ExtractJob {
 /// wanted rows. The context must be empty and is empty afterwards, also on error. Returns whether all values
 /// are finite; if not, NaN may have spread between prompts.
 bool extract(Context& context, const std::shared_ptr<const LayerMap>& map, const std::vector<int32_t>& slots,
-             DType dtype, const std::vector<ExtractJob>& jobs, const Poll& poll);
+             DType dtype, const std::vector<ExtractJob>& jobs, TapWay way, const Poll& poll);
 
 }  // namespace llamatap

@@ -9,12 +9,14 @@ namespace llamatap {
 
 namespace {
 
-bool takes_hooks(const Context& context, const LayerMap& map, const TapPlan& plan, const Batch& batch) {
-  if (plan.way != TapWay::automatic) return plan.way == TapWay::hooks;
+TapWay way_of(const Context& context, const LayerMap& map, const TapPlan& plan, const Batch& batch) {
+  if (plan.way != TapWay::automatic) return plan.way;
   // Embeddings in place of tokens may enter by a node without a hook.
-  if (!context.model()->on_gpu() || batch.has_embeddings()) return false;
-  return std::all_of(plan.slots.begin(), plan.slots.end(),
-                     [&](int32_t slot) { return map.sources().at(static_cast<size_t>(slot)).hooked; });
+  if (!context.model()->on_gpu() || batch.has_embeddings()) return TapWay::callback;
+  const bool hooked = std::all_of(plan.slots.begin(), plan.slots.end(), [&](int32_t slot) {
+    return map.sources().at(static_cast<size_t>(slot)).hooked;
+  });
+  return hooked ? TapWay::hooks : TapWay::callback;
 }
 
 }  // namespace
@@ -32,7 +34,7 @@ Tapped decode_tapped(Context& context, const std::shared_ptr<const LayerMap>& ma
     targets[tapped.rows[i]].row = tapped.block->data() + i * row_bytes;
   }
   Recorder recorder(context.model(), map, plan.slots, plan.dtype, std::move(targets),
-                    takes_hooks(context, *map, plan, batch));
+                    way_of(context, *map, plan, batch));
   context.decode(batch, &recorder, poll);
   return tapped;
 }

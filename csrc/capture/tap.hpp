@@ -6,13 +6,10 @@
 #include "capture/block.hpp"
 #include "capture/dtype.hpp"
 #include "capture/layer_map.hpp"
+#include "capture/recorder.hpp"
 #include "engine/context/context.hpp"
 
 namespace llamatap {
-
-/// How states are captured: by the engine's layer-input hooks, or by the graph callback, which stops between
-/// nodes (slow on a GPU). Automatic: hooks on a GPU when all slots have one. Both give the same bits.
-enum class TapWay { automatic, callback, hooks };
 
 /// Slots, dtype and rows to capture in each decode.
 struct TapPlan {

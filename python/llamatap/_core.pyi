@@ -239,7 +239,7 @@ class Context:
         way: str = "automatic",
     ) -> tuple[numpy.ndarray[typing.Any, numpy.dtype[typing.Any]], numpy.typing.NDArray[numpy.int32]]:
         """
-        Decode and capture: (array [rows, n_slots, n_embd], int32 token ids of the rows). `way` is callback, hooks, or automatic: the faster one.
+        Decode and capture: (array [rows, n_slots, n_embd], int32 token ids of the rows). `way` is callback, copies, hooks, or automatic: the faster one.
         """
     def extract(
         self,
@@ -250,6 +250,7 @@ class Context:
             tuple[numpy.typing.NDArray[numpy.int32], int, int, str, numpy.typing.NDArray[numpy.uint8]]
         ],
         cancelled: collections.abc.Callable[[], bool] | None = None,
+        way: str = "callback",
     ) -> bool:
         """
         Capture without logits: jobs are (tokens, begin, end, pooling, out as bytes), one sequence each. `cancelled` is called about every 50 ms; when it returns True, CancelledError is raised. Returns whether all values of the last wanted layer are finite.

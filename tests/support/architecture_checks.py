@@ -9,6 +9,7 @@ python tests/support/architecture_checks.py MODEL SCRATCH    prints what the sna
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -179,6 +180,40 @@ def check_hooks(model: lt.Model, whole: NDArray[Any], tokens: list[int]) -> list
     return layer_map.hooked
 
 
+def check_copies(model: lt.Model, tokens: list[int]) -> None:
+    """Check that copies in the graph give the callback's bits and leave the logits as they are, tapped and
+    extracted, all layers and up to one in the middle."""
+    layer_map = model.layer_map
+    n = model.n_layer
+    every = list(range(n + 1 + layer_map.has_norm))
+
+    def found(way: str, slots: list[int]) -> list[NDArray[Any]]:
+        n_ubatch = 256 if layer_map.at_once else 16
+        with model.context(n_ctx=256, n_ubatch=n_ubatch, n_outputs_max=256, **EXACT) as context:
+            native, results = native_of(context), []
+            for piece in (tokens, tokens[:5]):
+                out = np.zeros(len(piece) * len(slots) * model.n_embd * 4, np.uint8)
+                job = (np.array(piece, np.int32), 0, len(piece), "none", out)
+                try:
+                    native.extract(layer_map, slots, "float32", [job], None, way)
+                except lt.EngineError as error:
+                    # Its graph cannot be built without outputs (chameleon).
+                    return [np.array(str(error))]
+                batch = lt.Batch.of(piece)
+                states, _ = native.decode_tapped(layer_map, slots, "float32", False, batch, way)
+                results += [out, states]
+                with contextlib.suppress(lt.UnsupportedError):  # without an output head
+                    results.append(context.logits().copy())
+                context.memory.clear()
+            return results
+
+    for slots in (every, [n // 2]):
+        if not layer_map.has_memory and slots != every:
+            continue
+        for ours, theirs in zip(found("copies", slots), found("callback", slots), strict=True):
+            assert np.array_equal(ours, theirs), f"copies and callback differ, slots {slots}"
+
+
 def check_blocks(path: Path, scratch: Path, whole: NDArray[Any], tokens: list[int]) -> bool:
     """Check that a block changes only the states behind it. Returns whether an empty one adds nothing."""
     with lt.Model(path) as model:
@@ -310,6 +345,7 @@ def findings(path: Path, scratch: Path) -> Findings:
             whole = extractor(tokens, layers).array
         check_every_way(model, whole, tokens)
         hooked = check_hooks(model, whole, tokens)
+        check_copies(model, tokens)
         with model.context(n_ctx=256, **EXACT) as context, context.tap(layers) as tap:
             batch = lt.Batch()
             for position, token in enumerate(tokens):

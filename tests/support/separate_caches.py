@@ -13,7 +13,7 @@ import llamatap as lt
 from llamatap._engine_context import engine_of
 from llamatap._native import native_of
 
-Way = Literal["hooks", "callback", "automatic"]
+Way = Literal["hooks", "callback", "copies", "automatic"]
 
 
 def captured(context: lt.Context, batch: lt.Batch, way: Way) -> NDArray[np.float32]:

@@ -23,6 +23,7 @@
 #include "engine/model/model.hpp"
 #include "engine/polling.hpp"
 #include "engine/private/engine_context.hpp"
+#include "engine/private/graph_copies.hpp"
 
 namespace llamatap {
 
@@ -119,8 +120,9 @@ class Context {
   void run(const Batch& batch, std::vector<Piece>& pieces, DecodeObserver* observer);
   /// False when the batch does not fit.
   bool run_piece(const Batch& batch, Piece& piece, bool one_sequence, DecodeObserver* observer);
-  /// Calls llama_encode or llama_decode; `nodes`: with the graph callback. Returns the engine's status.
-  int32_t call_engine(const llama_batch& batch, bool encode, bool nodes);
+  /// Calls llama_encode or llama_decode; `guard`: aborts of the engine become exceptions until its first
+  /// graph is built. Returns the engine's status.
+  int32_t call_engine(const llama_batch& batch, bool encode, bool guard);
   std::string full_message(const Batch& batch, int64_t n_used) const;
   bool interrupted() const noexcept;
   bool can_stop() const noexcept;
@@ -141,6 +143,7 @@ class Context {
   std::exception_ptr observer_error_;
   bool stopped_ = false;  // the rest of the graph is not needed
   internals::HiddenLogits hidden_logits_;
+  internals::GraphCopies copies_;
   std::atomic<bool>* interrupt_ = nullptr;
   std::vector<int32_t> hooked_layers_;
   // Written by the thread that uses the context, read by any thread.

@@ -168,8 +168,10 @@ bool Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, Dec
   const auto given = piece.rows;
   const auto hooks = observer == nullptr ? std::vector<int32_t>() : observer->hooked_layers();
   // Without an observer, stops between nodes only serve interruption; on a GPU they cost too much.
-  const bool nodes = hooks.empty() && (observer != nullptr || !model_->on_gpu());
+  const bool copies = observer != nullptr && observer->by_copies();
+  const bool nodes = hooks.empty() && !copies && (observer != nullptr || !model_->on_gpu());
   watch(hooks, nodes);
+  copies_.watch(context_.get(), copies ? observer : nullptr, piece.may_stop);
   // The engine may reorder several sequences; the hooks restore the order.
   std::vector<std::vector<int32_t>> ubatches;
   const bool order_matters = observer != nullptr && !drafts() && !one_sequence;
@@ -195,9 +197,12 @@ bool Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, Dec
   observer_error_ = nullptr;
   stopped_ = false;
   const LogScope log;
-  const int32_t status = call_engine(engine_batch.view, model_->is_encoder(), nodes);
+  const int32_t status =
+      call_engine(engine_batch.view, model_->is_encoder(), nodes || (copies && piece.may_stop));
   observer_ = nullptr;
   if (has_memory() && !borrows_memory()) memory_.note_written(status == 0);
+  nodes_seen_.store(nodes_seen() + copies_.nodes(), std::memory_order_relaxed);
+  copies_.rethrow();
   if (observer_error_) std::rethrow_exception(std::exchange(observer_error_, nullptr));
   if (interrupted() || status == 2) throw Interrupted();
   if (status == 1) return false;
@@ -217,16 +222,16 @@ bool Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, Dec
   return true;
 }
 
-int32_t Context::call_engine(const llama_batch& batch, bool encode, bool nodes) {
+int32_t Context::call_engine(const llama_batch& batch, bool encode, bool guard) {
   int32_t status = 0;
   const auto started = std::chrono::steady_clock::now();
   try {
     const auto compute = [&] {
       return encode ? llama_encode(context_.get(), batch) : llama_decode(context_.get(), batch);
     };
-    // The first node ends the guard. Without the callback nothing would, while other threads compute: no
-    // guard.
-    status = nodes ? guarded("decode", compute) : compute();
+    // The first node, or a graph that was built, ends the guard. Else nothing would, while other threads
+    // compute: no guard.
+    status = guard ? guarded("decode", compute) : compute();
   } catch (...) {
     broken_ = true;
     throw;

@@ -1,6 +1,11 @@
 #pragma once
 
+#include <ggml.h>
+
+#include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <string>
 #include <vector>
 
 #include "engine/context/batch_plan.hpp"
@@ -29,6 +34,17 @@ class DecodeObserver {
   virtual std::vector<int32_t> hooked_layers() const { return {}; }
   /// Called after a piece with the inputs of a hooked layer, [piece.rows, n_embd].
   virtual void hooked(int32_t /*layer*/, const float* /*values*/) {}
+  /// Whether nodes in the graph copy the states; then the callback is not used.
+  virtual bool by_copies() const { return false; }
+  /// Tells copies of one kind from those of another.
+  virtual std::string copies_key() const { return {}; }
+  virtual ggml_type copies_type() const { return GGML_TYPE_F32; }
+  /// The matrices to copy, in groups of as many rows, from a graph that was built and is not computed yet.
+  virtual std::vector<std::vector<const ggml_tensor*>> copied(const Graph& /*graph*/) { return {}; }
+  /// Asks for the rows of a group, [count, matrices, width], once their computation has begun: they are there
+  /// when the engine call ends.
+  using Fetch = std::function<void(std::byte* target, size_t row, size_t count)>;
+  virtual void fetch(size_t /*group*/, size_t /*count*/, const Fetch& /*fetch*/) {}
   /// Called before the nodes of each ubatch; a piece is one or more ubatches.
   virtual void begin_graph(const Graph& graph) = 0;
   /// Before `node` is computed: whether to call computed() with it.

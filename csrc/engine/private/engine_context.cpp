@@ -25,14 +25,14 @@ struct Reach {
 };
 template struct Reach<&llama_context::get_gf_res_prev>;
 
-llamatap::Graph graph_of(const llm_graph_result& result) {
-  return {result.get_gf(), result.t_inp_embd, result.get_embd(), result.get_logits() != nullptr,
-          &result.t_layer_inp};
-}
-
 }  // namespace
 
 namespace llamatap::internals {
+
+Graph graph_of(const llm_graph_result& result) {
+  return {result.get_gf(), result.t_inp_embd, result.get_embd(), result.get_logits() != nullptr,
+          &result.t_layer_inp};
+}
 
 bool flash_attention(const llama_context* context) { return context->get_cparams().flash_attn; }
 

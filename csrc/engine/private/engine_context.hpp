@@ -57,6 +57,8 @@ void hide_logits(llama_context* context, HiddenLogits& hidden);
 /// Undoes it: the engine may use the graph again, for a decode with logits.
 void show_logits(HiddenLogits& hidden);
 
+Graph graph_of(const llm_graph_result& result);
+
 /// Number of reads of `tensor` by nodes of the graph.
 int32_t use_count(const ggml_cgraph* graph, const ggml_tensor* tensor);
 

@@ -23,6 +23,9 @@ import llamatap as lt
         (TinyQwen35, "callback"),
         (TinyLlama, "hooks"),
         (TinyQwen35, "hooks"),
+        (TinyLlama, "copies"),
+        (TinyGemma3, "copies"),
+        (TinyQwen35, "copies"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
