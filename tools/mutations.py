@@ -70,7 +70,7 @@ MUTATIONS = [
     ),
     Mutation(
         "every ubatch writes over the one before",
-        "csrc/capture/recorder.cpp",
+        "csrc/capture/recorder.hpp",
         "next_[slot] += count;",
         "next_[slot] = count;",
         "tests/python/extraction/test_extract.py",
@@ -109,6 +109,20 @@ MUTATIONS = [
         "internals::set_callback(context_.get(), nullptr);",
         "",
         "tests/python/context/test_context.py",
+    ),
+    Mutation(
+        "a ubatch without outputs is not computed",
+        "csrc/engine/private/graph_copies.cpp",
+        "last_wanted.insert(last_wanted.end(), wanted.begin(), wanted.end());",
+        "",
+        "tests/python/extraction/test_graph_copies.py",
+    ),
+    Mutation(
+        "a decode gets back no logits after an early stop",
+        "csrc/engine/context/decode.cpp",
+        "internals::show_logits(hidden_logits_);",
+        "",
+        "tests/python/extraction/test_extract.py -k same_shape",
     ),
     Mutation(
         "a cleared memory keeps its data",

@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "engine/lifetime.hpp"
-#include "engine/private/model_weights.hpp"
 
 namespace llamatap {
 
@@ -84,8 +83,7 @@ std::shared_ptr<Block> block_for(const Model& model, size_t bytes) {
   // Never destroyed: arrays may outlive the engine's static objects.
   static auto& pools = *new std::map<ggml_backend_buffer_type_t, std::shared_ptr<BlockPool>>();
   static auto& mutex = *new std::mutex();
-  ggml_backend_buffer_type_t type =
-      ggml_backend_dev_host_buffer_type(internals::devices(model.handle()).front());
+  ggml_backend_buffer_type_t type = model.host_buffers();
   std::shared_ptr<BlockPool> pool;
   {
     const std::lock_guard<std::mutex> lock(mutex);

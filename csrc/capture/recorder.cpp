@@ -76,10 +76,17 @@ Recorder::Recorder(std::shared_ptr<const Model> model, std::shared_ptr<const Lay
   }
 }
 
+std::optional<internals::CopyWishes> Recorder::copies() {
+  if (way_ != TapWay::copies) return std::nullopt;
+  return internals::CopyWishes{
+      copies_key(), copies_type(), [this](const Graph& graph) { return copied(graph); },
+      [this](size_t group, size_t count, const internals::FetchRows& rows) { fetch(group, count, rows); }};
+}
+
 std::string Recorder::copies_key() const {
   std::string key = std::to_string(copies_type());
   for (const auto& group : groups_) {
-    key += ",";
+    key += ',';
     for (const int32_t slot : group.slots) key += " " + std::to_string(slot);
   }
   return key;
@@ -95,7 +102,7 @@ std::vector<std::vector<const ggml_tensor*>> Recorder::copied(const Graph& graph
   std::vector<std::vector<const ggml_tensor*>> found(groups_.size());
   for (size_t i = 0; i < groups_.size(); ++i) {
     for (const int32_t slot : groups_[i].slots) {
-      const ggml_tensor* stream = streams.by_slot()[slot];
+      const auto* stream = streams.by_slot()[slot];
       if (stream == nullptr) throw_missing(slot);
       check(slot, *stream);
       found[i].push_back(stream);
@@ -104,7 +111,7 @@ std::vector<std::vector<const ggml_tensor*>> Recorder::copied(const Graph& graph
   return found;
 }
 
-void Recorder::fetch(size_t group, size_t count, const Fetch& fetch) {
+void Recorder::fetch(size_t group, size_t count, const internals::FetchRows& fetch) {
   const Group& wanted = groups_[group];
   const int32_t slot = wanted.slots.front();
   if (next_[slot] + count > rows_of(slot).size()) throw_rows(slot);
@@ -122,7 +129,7 @@ void Recorder::fetch(size_t group, size_t count, const Fetch& fetch) {
     fetch(block->data(), 0, count);
     fetched_.push_back({&wanted, next_[slot], count, std::move(block)});
   }
-  for (const int32_t one : wanted.slots) next_[one] += count;
+  for (const int32_t one : wanted.slots) advance(one, count);
 }
 
 void Recorder::deliver_fetched(const Fetched& fetched) {
@@ -288,7 +295,7 @@ bool Recorder::copy_runs(int32_t slot, const ggml_tensor& node) {
       }
     }
   }
-  next_[slot] += count;
+  advance(slot, count);
   return true;
 }
 
@@ -312,7 +319,7 @@ void Recorder::deliver(int32_t slot, const char* data, size_t stride, size_t cou
       }
     }
   }
-  next_[slot] += count;
+  advance(slot, count);
 }
 
 void Recorder::end() {

@@ -44,11 +44,7 @@ class Recorder : public DecodeObserver {
   void begin_graph(const Graph& graph) override;
   std::vector<int32_t> hooked_layers() const override { return hooked_layers_; }
   void hooked(int32_t layer, const float* values) override;
-  bool by_copies() const override { return way_ == TapWay::copies; }
-  std::string copies_key() const override;
-  ggml_type copies_type() const override;
-  std::vector<std::vector<const ggml_tensor*>> copied(const Graph& graph) override;
-  void fetch(size_t group, size_t count, const Fetch& fetch) override;
+  std::optional<internals::CopyWishes> copies() override;
   bool wants(const ggml_tensor* node) override;
   bool computed(const ggml_tensor* node) override;
   void end() override;
@@ -72,6 +68,13 @@ class Recorder : public DecodeObserver {
     size_t count;
     std::byte* row;
   };
+  /// The matrices that copies() wishes for.
+  std::vector<std::vector<const ggml_tensor*>> copied(const Graph& graph);
+  void fetch(size_t group, size_t count, const internals::FetchRows& fetch);
+  std::string copies_key() const;
+  ggml_type copies_type() const;
+  /// Counts rows of a slot that were received.
+  void advance(int32_t slot, size_t count) { next_[slot] += count; }
   /// The next `count` rows of a slot as runs; none when they are pooled or scattered.
   std::optional<std::vector<Run>> runs(int32_t slot, size_t count) const;
   /// Slots whose states have as many rows, side by side in a copy.

@@ -168,10 +168,11 @@ bool Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, Dec
   const auto given = piece.rows;
   const auto hooks = observer == nullptr ? std::vector<int32_t>() : observer->hooked_layers();
   // Without an observer, stops between nodes only serve interruption; on a GPU they cost too much.
-  const bool copies = observer != nullptr && observer->by_copies();
+  auto wishes = observer == nullptr ? std::nullopt : observer->copies();
+  const bool copies = wishes.has_value();
   const bool nodes = hooks.empty() && !copies && (observer != nullptr || !model_->on_gpu());
   watch(hooks, nodes);
-  copies_.watch(context_.get(), copies ? observer : nullptr, piece.may_stop);
+  copies_.watch(context_.get(), std::move(wishes), piece.may_stop);
   // The engine may reorder several sequences; the hooks restore the order.
   std::vector<std::vector<int32_t>> ubatches;
   const bool order_matters = observer != nullptr && !drafts() && !one_sequence;

@@ -1,24 +1,22 @@
 #pragma once
 
-#include <ggml.h>
-
-#include <cstddef>
 #include <cstdint>
-#include <functional>
-#include <string>
+#include <optional>
 #include <vector>
 
 #include "engine/context/batch_plan.hpp"
 #include "engine/context/graph.hpp"
+#include "engine/private/graph_copies.hpp"
 
 struct ggml_tensor;
 
 namespace llamatap {
 
-/// Receives the states of a decode, in one of two ways. The graph callback passes each node as it is
-/// computed, and can stop the decode. The engine's hooks copy the inputs of layers without stops between
-/// nodes: faster on a GPU. Methods run on the computing thread, without the GIL. Exceptions stop the decode,
-/// which rethrows them outside of the engine's frames.
+/// Receives the states of a decode, in one of three ways. The graph callback passes each node as it is
+/// computed, and can stop the decode. Nodes that are added to the graph copy states without a stop. The
+/// engine's hooks copy the inputs of layers without stops between nodes: faster on a GPU. Methods run on the
+/// computing thread, without the GIL. Exceptions stop the decode, which rethrows them outside of the engine's
+/// frames.
 class DecodeObserver {
  public:
   virtual ~DecodeObserver() = default;
@@ -34,17 +32,8 @@ class DecodeObserver {
   virtual std::vector<int32_t> hooked_layers() const { return {}; }
   /// Called after a piece with the inputs of a hooked layer, [piece.rows, n_embd].
   virtual void hooked(int32_t /*layer*/, const float* /*values*/) {}
-  /// Whether nodes in the graph copy the states; then the callback is not used.
-  virtual bool by_copies() const { return false; }
-  /// Tells copies of one kind from those of another.
-  virtual std::string copies_key() const { return {}; }
-  virtual ggml_type copies_type() const { return GGML_TYPE_F32; }
-  /// The matrices to copy, in groups of as many rows, from a graph that was built and is not computed yet.
-  virtual std::vector<std::vector<const ggml_tensor*>> copied(const Graph& /*graph*/) { return {}; }
-  /// Asks for the rows of a group, [count, matrices, width], once their computation has begun: they are there
-  /// when the engine call ends.
-  using Fetch = std::function<void(std::byte* target, size_t row, size_t count)>;
-  virtual void fetch(size_t /*group*/, size_t /*count*/, const Fetch& /*fetch*/) {}
+  /// The states that nodes in the graph copy; none: the callback passes them. Valid for the decode.
+  virtual std::optional<internals::CopyWishes> copies() { return std::nullopt; }
   /// Called before the nodes of each ubatch; a piece is one or more ubatches.
   virtual void begin_graph(const Graph& graph) = 0;
   /// Before `node` is computed: whether to call computed() with it.

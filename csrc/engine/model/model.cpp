@@ -1,5 +1,6 @@
 #include "engine/model/model.hpp"
 
+#include <ggml-backend.h>
 #include <llama.h>
 #include <unistd.h>
 
@@ -84,6 +85,11 @@ Model::Model(Handle model, std::string path, const ModelOptions& options, Metada
       has_experts_(internals::has_experts(model_.get())),
       blocks_alone_(blocks_alone),
       on_gpu_(!internals::device_names(model_.get()).empty()) {}
+
+ggml_backend_buffer_type* Model::host_buffers() const {
+  const auto devices = internals::devices(model_.get());
+  return devices.empty() ? nullptr : ggml_backend_dev_host_buffer_type(devices.front());
+}
 
 std::shared_ptr<Model> Model::load(const std::string& path, const ModelOptions& options,
                                    const std::function<bool(float)>& progress) {

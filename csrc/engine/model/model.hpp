@@ -14,6 +14,8 @@
 
 struct llama_model;
 
+struct ggml_backend_buffer_type;
+
 namespace llamatap {
 
 /// A loaded model. Contexts keep it alive.
@@ -58,6 +60,8 @@ class Model {
   bool has_experts() const { return has_experts_; }
   /// Whether layers are on another device than the CPU.
   bool on_gpu() const { return on_gpu_; }
+  /// Memory of the host that the first device copies to at full speed; null where there is none.
+  ggml_backend_buffer_type* host_buffers() const;
   /// Width of the sliding window; 0 without one.
   int32_t n_swa() const;
   bool is_recurrent() const;

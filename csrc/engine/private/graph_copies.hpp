@@ -1,17 +1,34 @@
 #pragma once
 
+#include <ggml.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
-#include "engine/context/decode_observer.hpp"
+#include "engine/context/graph.hpp"
 
 struct llama_context;
 class llm_graph_result;
 
 namespace llamatap::internals {
+
+/// Gets rows of a copy, [count, matrices, width]. They are there when the engine call ends.
+using FetchRows = std::function<void(std::byte* target, size_t row, size_t count)>;
+
+/// Matrices to copy from each graph.
+struct CopyWishes {
+  std::string key;  // tells copies of one kind from those of another
+  ggml_type type = GGML_TYPE_F32;
+  /// In groups of matrices with as many rows, from a graph that was built and is not computed yet.
+  std::function<std::vector<std::vector<const ggml_tensor*>>(const Graph&)> wanted;
+  /// Called for each group with its number of rows once their computation has begun.
+  std::function<void(size_t group, size_t count, const FetchRows&)> fetch;
+};
 
 /// Copies of states that nodes in the engine's graphs make (vendor/patches/0002). The engine builds a graph,
 /// here copies are added to it, and it is cut off behind them when nothing else is wanted. Once the device
@@ -19,11 +36,11 @@ namespace llamatap::internals {
 /// the engine builds the next graph meanwhile.
 class GraphCopies {
  public:
-  /// Sets up the next engine call. `observer`: null for none. Throws nothing.
-  void watch(llama_context* context, DecodeObserver* observer, bool may_stop);
+  /// Sets up the next engine call. `may_stop`: nothing is wanted but the copies.
+  void watch(llama_context* context, std::optional<CopyWishes> wishes, bool may_stop);
   /// Nodes of the graphs of the last engine call.
   int64_t nodes() const { return nodes_; }
-  /// Rethrows what the observer threw in the engine call.
+  /// Rethrows what the wishes' functions threw in the engine call.
   void rethrow();
 
  private:
@@ -31,7 +48,7 @@ class GraphCopies {
   void fetch(const llm_graph_result& result) noexcept;
 
   llama_context* context_ = nullptr;
-  DecodeObserver* observer_ = nullptr;
+  std::optional<CopyWishes> wishes_;
   bool may_stop_ = false;
   int64_t nodes_ = 0;
   std::string key_;                   // of the graph that the engine may use again
