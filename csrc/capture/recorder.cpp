@@ -76,9 +76,9 @@ Recorder::Recorder(std::shared_ptr<const Model> model, std::shared_ptr<const Lay
   }
 }
 
-std::optional<internals::CopyWishes> Recorder::copies() {
-  if (way_ != TapWay::copies) return std::nullopt;
-  return internals::CopyWishes{
+internals::CopyWishes Recorder::copies() {
+  if (way_ != TapWay::copies) return {};
+  return {
       copies_key(), copies_type(), [this](const Graph& graph) { return copied(graph); },
       [this](size_t group, size_t count, const internals::FetchRows& rows) { fetch(group, count, rows); }};
 }

@@ -44,7 +44,7 @@ class Recorder : public DecodeObserver {
   void begin_graph(const Graph& graph) override;
   std::vector<int32_t> hooked_layers() const override { return hooked_layers_; }
   void hooked(int32_t layer, const float* values) override;
-  std::optional<internals::CopyWishes> copies() override;
+  internals::CopyWishes copies() override;
   bool wants(const ggml_tensor* node) override;
   bool computed(const ggml_tensor* node) override;
   void end() override;

@@ -168,8 +168,8 @@ bool Context::run_piece(const Batch& batch, Piece& piece, bool one_sequence, Dec
   const auto given = piece.rows;
   const auto hooks = observer == nullptr ? std::vector<int32_t>() : observer->hooked_layers();
   // Without an observer, stops between nodes only serve interruption; on a GPU they cost too much.
-  auto wishes = observer == nullptr ? std::nullopt : observer->copies();
-  const bool copies = wishes.has_value();
+  auto wishes = observer == nullptr ? internals::CopyWishes() : observer->copies();
+  const bool copies = wishes.any();
   const bool nodes = hooks.empty() && !copies && (observer != nullptr || !model_->on_gpu());
   watch(hooks, nodes);
   copies_.watch(context_.get(), std::move(wishes), piece.may_stop);

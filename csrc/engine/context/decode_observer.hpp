@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "engine/context/batch_plan.hpp"
@@ -33,7 +32,7 @@ class DecodeObserver {
   /// Called after a piece with the inputs of a hooked layer, [piece.rows, n_embd].
   virtual void hooked(int32_t /*layer*/, const float* /*values*/) {}
   /// The states that nodes in the graph copy; none: the callback passes them. Valid for the decode.
-  virtual std::optional<internals::CopyWishes> copies() { return std::nullopt; }
+  virtual internals::CopyWishes copies() { return {}; }
   /// Called before the nodes of each ubatch; a piece is one or more ubatches.
   virtual void begin_graph(const Graph& graph) = 0;
   /// Before `node` is computed: whether to call computed() with it.

@@ -39,15 +39,15 @@ void insert_behind(ggml_cgraph& graph, const ggml_tensor* source, ggml_tensor* n
 
 }  // namespace
 
-void GraphCopies::watch(llama_context* context, std::optional<CopyWishes> wishes, bool may_stop) {
+void GraphCopies::watch(llama_context* context, CopyWishes wishes, bool may_stop) {
   context_ = context;
   wishes_ = std::move(wishes);
   may_stop_ = may_stop;
   nodes_ = 0;
-  const std::string key = wishes_ ? wishes_->key + (may_stop ? " stop" : "") : "";
+  const std::string key = wishes_.any() ? wishes_.key + (may_stop ? " stop" : "") : "";
   // A graph with other copies must not be used again; one that stops is built anew, under the guard.
-  if (std::exchange(key_, key) != key || (wishes_ && may_stop)) context->forget_graph();
-  if (!wishes_) {
+  if (std::exchange(key_, key) != key || (wishes_.any() && may_stop)) context->forget_graph();
+  if (!wishes_.any()) {
     context->on_graph_built = nullptr;
     context->on_graph_begun = nullptr;
     return;
@@ -72,7 +72,7 @@ void GraphCopies::add(llm_graph_result& result) noexcept {
     ggml_context* memory = result.get_ctx();
     ggml_backend_sched_t sched = context_->get_sched();
     std::vector<const ggml_tensor*> last_wanted;
-    for (const auto& wanted : wishes_->wanted(graph_of(result))) {
+    for (const auto& wanted : wishes_.wanted(graph_of(result))) {
       groups_.push_back(nullptr);
       if (wanted.empty()) continue;
       if (wanted.front()->ne[1] == 0) {
@@ -81,7 +81,7 @@ void GraphCopies::add(llm_graph_result& result) noexcept {
         continue;
       }
       const ggml_tensor& first = *wanted.front();
-      ggml_tensor* all = ggml_new_tensor_3d(memory, wishes_->type, first.ne[0],
+      ggml_tensor* all = ggml_new_tensor_3d(memory, wishes_.type, first.ne[0],
                                             static_cast<int64_t>(wanted.size()), first.ne[1]);
       ggml_set_output(all);
       ggml_backend_sched_set_tensor_backend(sched, all, ggml_backend_sched_get_backend(sched, 0));
@@ -121,7 +121,7 @@ void GraphCopies::fetch(const llm_graph_result& result) noexcept {
       ggml_tensor* all = groups_[i];
       if (all == nullptr) continue;
       ggml_backend_t backend = ggml_backend_sched_get_tensor_backend(context_->get_sched(), all);
-      wishes_->fetch(i, static_cast<size_t>(all->ne[2]), [&](std::byte* target, size_t row, size_t count) {
+      wishes_.fetch(i, static_cast<size_t>(all->ne[2]), [&](std::byte* target, size_t row, size_t count) {
         ggml_backend_tensor_get_async(backend, all, target, row * all->nb[2], count * all->nb[2]);
       });
     }

@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,7 +19,7 @@ namespace llamatap::internals {
 /// Gets rows of a copy, [count, matrices, width]. They are there when the engine call ends.
 using FetchRows = std::function<void(std::byte* target, size_t row, size_t count)>;
 
-/// Matrices to copy from each graph.
+/// Matrices to copy from each graph; none without its functions.
 struct CopyWishes {
   std::string key;  // tells copies of one kind from those of another
   ggml_type type = GGML_TYPE_F32;
@@ -28,6 +27,8 @@ struct CopyWishes {
   std::function<std::vector<std::vector<const ggml_tensor*>>(const Graph&)> wanted;
   /// Called for each group with its number of rows once their computation has begun.
   std::function<void(size_t group, size_t count, const FetchRows&)> fetch;
+
+  bool any() const { return wanted != nullptr; }
 };
 
 /// Copies of states that nodes in the engine's graphs make (vendor/patches/0002). The engine builds a graph,
@@ -37,7 +38,7 @@ struct CopyWishes {
 class GraphCopies {
  public:
   /// Sets up the next engine call. `may_stop`: nothing is wanted but the copies.
-  void watch(llama_context* context, std::optional<CopyWishes> wishes, bool may_stop);
+  void watch(llama_context* context, CopyWishes wishes, bool may_stop);
   /// Nodes of the graphs of the last engine call.
   int64_t nodes() const { return nodes_; }
   /// Rethrows what the wishes' functions threw in the engine call.
@@ -48,7 +49,7 @@ class GraphCopies {
   void fetch(const llm_graph_result& result) noexcept;
 
   llama_context* context_ = nullptr;
-  std::optional<CopyWishes> wishes_;
+  CopyWishes wishes_;
   bool may_stop_ = false;
   int64_t nodes_ = 0;
   std::string key_;                   // of the graph that the engine may use again
