@@ -23,7 +23,7 @@ BLOCKS = "tests/python/convert/test_mtp.py"
 DRAFTERS = "tests/python/drafting/test_loops.py -k every_draft"
 STEPS = "tests/python/train/drafters/test_multi_step_loss.py"
 TRAINED = "tests/python/train/drafters/test_engine.py"
-SERVING = "tests/python/train/cotrain/test_serving.py"
+SERVING = "tests/python/train/cotrain/test_serving.py tests/python/train/cotrain/test_swaps.py"
 COTRAINED = "tests/python/train/cotrain/test_trainer.py"
 MUTATIONS = [
     Mutation(

@@ -70,7 +70,7 @@ FLAT: dict[str, tuple[Shares, Cost]] = {
     "nothing stands after three": ([0.95] * 3 + [0.0] * 5, lambda length: 1 + 0.05 * length),
     "they just do not pay": ([0.3] * 8, lambda length: 1 + 0.35 * length),
 }
-#: The share of rounds that may be spent on trying other lengths: 1 in 24.
+#: The rest may be lost to trials of other lengths and to estimates.
 WORTH = 0.93
 
 
@@ -117,7 +117,7 @@ def test_it_follows_when_acceptance_changes(before: float, after: float, slope: 
 def test_it_follows_when_drafts_become_dear() -> None:
     """Drafts become dear when something else takes the machine's time.
 
-    An unused length is tried in every 64th round, which replaces its old timing.
+    Trials of unused lengths, as the budget allows, replace their old timings.
     """
     for seed in range(5):
         rng = np.random.default_rng(seed)
